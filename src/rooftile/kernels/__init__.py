@@ -1,0 +1,31 @@
+"""Kernels: `kernels/<family>/<operator file>.py`, the same file name in every family.
+
+A kernel module ends with a table `KERNELS` that names, for each operator it implements, the
+function and, in one place, what that function supports. `rooftile.ops` reads the tables; kernels
+never import from `rooftile.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of one operator.
+
+    run: takes the operator's private arguments (see its schema), without the `kernel` argument.
+    supports: static properties of a call -> `None`, or the reason why this kernel cannot take it.
+    efficiency: share of the roofline that it is known to reach, 0 to 1; `kernel="auto"` takes the
+        highest, that is the least predicted time, among those that support the call.
+    """
+
+    run: Callable[..., Any]
+    supports: Callable[[Any], str | None]
+    efficiency: float
+
+
+def anything(call: object) -> None:
+    """`supports` of a kernel that takes every valid call."""

@@ -1,0 +1,52 @@
+"""Checks shared by the public operators: every error names the value given and the remedy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_float(operator: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and str(tensor.dtype) not in FLOATS:
+            raise ValueError(
+                f"{operator}: {name} has dtype {tensor.dtype}; convert it to one of {', '.join(FLOATS)}"
+            )
+
+
+def check_shape(
+    operator: str, name: str, tensor: Tensor, shape: tuple[int, ...], what: str
+) -> None:
+    """what: the expected shape in words, such as "[hidden]"."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{operator}: {name} has shape {list(tensor.shape)}; expected {what} = {list(shape)}"
+        )
+
+
+def check_same(operator: str, **tensors: Tensor | None) -> None:
+    """Same device and dtype as the first tensor."""
+    (first_name, first), *rest = [(n, t) for n, t in tensors.items() if t is not None]
+    for name, tensor in rest:
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{operator}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; "
+                f"convert one of them"
+            )
+    check_device(operator, **tensors)
+
+
+def check_device(operator: str, **tensors: Tensor | None) -> None:
+    (first_name, first), *rest = [(n, t) for n, t in tensors.items() if t is not None]
+    for name, tensor in rest:
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{operator}: {name} is on {tensor.device} but {first_name} is on {first.device}; "
+                f"move one of them"
+            )

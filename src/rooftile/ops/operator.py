@@ -1,0 +1,121 @@
+"""How an operator is declared, how a kernel is chosen for it, and how it becomes a torch op."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rooftile.kernels import Kernel
+
+LIBRARY = torch.library.Library("rooftile", "DEF")
+OPERATORS: dict[str, Operator] = {}  # every declared operator, for `rooftile doctor`
+
+
+class Operator:
+    """A private torch operator `rooftile::<name>` with several kernels behind it.
+
+    schema: its arguments and results in torch's schema language, without the trailing
+        `str kernel` argument, which is added here.
+    module: the file, the same in each family, whose `KERNELS[name]` implements it.
+    call: builds from the private arguments the hashable static properties that choose a kernel.
+    fake: computes result metadata from the private arguments (for torch.compile).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        module: str,
+        families: Iterable[str],
+        call: Callable[..., Hashable],
+        fake: Callable[..., Any],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.families = tuple(families)
+        self._call = call
+        arguments, results = schema.split("->")
+        LIBRARY.define(f"{name}{arguments.rstrip().removesuffix(')')}, str kernel) ->{results}")
+        LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            f"rooftile::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY
+        )
+        # Unchecked handle: takes the private arguments; the engine, which validates once a step, calls it.
+        self.handle = getattr(torch.ops.rooftile, name).default
+        OPERATORS[name] = self
+
+    def register_autograd(
+        self, backward: Callable[..., Any], setup_context: Callable[..., None]
+    ) -> None:
+        torch.library.register_autograd(
+            f"rooftile::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
+
+    def kernel(self, family: str) -> Kernel | str:
+        """The kernel of a family, or the reason why this machine does not have it."""
+        return _load(self.name, self.module, family)
+
+    def choose(self, call: Hashable, requested: str = "auto") -> str:
+        """The family that runs `call`; an explicit request never falls back, it raises."""
+        return _choose(self.name, call, requested)
+
+    def refusal(self, call: Hashable, family: str) -> str | None:
+        """Why `family` cannot run `call`, or `None`."""
+        kernel = self.kernel(family)
+        return kernel if isinstance(kernel, str) else kernel.supports(call)
+
+    def _run(self, *args: Any) -> Any:
+        *arguments, requested = args
+        family = _choose(self.name, self._call(*arguments), requested)
+        kernel = _load(self.name, self.module, family)
+        assert isinstance(kernel, Kernel)
+        return kernel.run(*arguments)
+
+
+@cache
+def _load(name: str, module: str, family: str) -> Kernel | str:
+    try:
+        kernels = import_module(f"rooftile.kernels.{family}.{module}").KERNELS
+    except ModuleNotFoundError as error:
+        return f"module {error.name!r} is not installed"
+    return kernels[name]
+
+
+@lru_cache(maxsize=4096)
+def _choose(name: str, call: Hashable, requested: str) -> str:
+    operator = OPERATORS[name]
+    if requested != "auto":
+        if requested not in operator.families:
+            raise ValueError(
+                f"{name}: kernel={requested!r} does not exist; "
+                f"choose 'auto' or one of {', '.join(map(repr, operator.families))}"
+            )
+        reason = operator.refusal(call, requested)
+        if reason is not None:
+            raise NotImplementedError(
+                f"{name}: kernel={requested!r} cannot run this call: {reason}; "
+                f"use kernel='auto' or change the call"
+            )
+        return requested
+    able = [f for f in operator.families if operator.refusal(call, f) is None]
+    if not able:
+        reasons = "; ".join(f"{f}: {operator.refusal(call, f)}" for f in operator.families)
+        raise NotImplementedError(f"{name}: no kernel can run this call ({reasons})")
+    return max(able, key=lambda family: _load(name, operator.module, family).efficiency)  # type: ignore[union-attr]
+
+
+def contents_checked(tensor: torch.Tensor) -> bool:
+    """Whether to check the *contents* of tensors like this one (lengths, tables, ids).
+
+    On a CPU that is free of synchronisation and always done outside torch.compile; on a GPU it
+    would wait for the device, so only with ROOFTILE_CHECK=1.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("ROOFTILE_CHECK") == "1"

@@ -1,0 +1,56 @@
+"""Plain data that every layer speaks: KV specs, paged batches, packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # keeps `import rooftile.types` free of torch at run time
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What one attention layer keeps per token. Layers of equal spec form one KV group.
+
+    `window` is the left window of the layer in tokens (`None`: all tokens stay visible).
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Which query tokens and which KV pages belong to which request, for one KV group.
+
+    `max_q_len` and `max_kv_len` are host-side upper bounds, so no operator has to wait for a
+    device value; the lengths themselves stay on the device.
+    """
+
+    cu_seqlens_q: Tensor  # [batch + 1] int32, cumulative query lengths
+    kv_lens: Tensor  # [batch] int32, tokens of KV per request, this step's tokens included
+    page_table: Tensor  # [batch, max_pages] int32, entries past a request's last page are ignored
+    max_q_len: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight of a linear layer in the layout that its kernel reads.
+
+    format: "dense" (`tensors["weight"]` is [out_features, in_features]) or a packed format that
+    `ops.linear` lists; `shape` is always the logical (out_features, in_features).
+    """
+
+    format: str
+    tensors: dict[str, Tensor] = field(repr=False)
+    shape: tuple[int, int]

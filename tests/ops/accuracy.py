@@ -1,0 +1,38 @@
+"""How close is close enough: one rule for every operator (docs/architecture.md, Accuracy)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.ops.operator import Operator
+
+
+def assert_rows_close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> None:
+    """Each row's error against the float64 result is a few roundings of `dtype`, per row.
+
+    scale: multiplies the allowance, for results that are long sums.
+    """
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if actual.numel() == 0:
+        return
+    actual, expected = actual.double(), expected.double()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    rows = (
+        (actual - expected).abs().flatten(0, -2)
+        if actual.dim() > 1
+        else (actual - expected).abs()[None]
+    )
+    reference = expected.abs().reshape(rows.shape).amax(-1)
+    allowed = scale * 4 * torch.finfo(dtype).eps * (reference + 0.1)
+    worst = rows.amax(-1)
+    assert bool((worst <= allowed).all()), f"row errors {worst.tolist()} above {allowed.tolist()}"
+
+
+def opcheck(operator: Operator, *arguments: Any, **options: Any) -> None:
+    """torch's own checks of schema, fake implementation, autograd registration, AOT dispatch."""
+    torch.library.opcheck(operator.handle, (*arguments, "auto"), **options)
