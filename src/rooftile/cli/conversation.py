@@ -1,0 +1,81 @@
+"""Messages to tokens, and a stream of outputs to text on the screen."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO, TypedDict
+
+if TYPE_CHECKING:
+    from rooftile.engine import LLM, RequestOutput
+
+
+class Message(TypedDict):
+    role: str
+    content: str
+
+
+def chat_tokens(llm: LLM, messages: list[Message]) -> list[int]:
+    """The prompt of the next answer, with the model's chat template.
+
+    Raises:
+        ValueError: the model has no tokenizer or no chat template.
+    """
+    tokenizer = llm.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise ValueError(
+            "this model has no chat template; use `rooftile generate --raw` to continue text"
+        )
+    # The template writes the special tokens itself.
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
+class Interrupt:
+    """Whether ctrl-C was pressed since the answer began."""
+
+    pressed = False
+
+
+@contextmanager
+def ctrl_c_interrupts() -> Iterator[Interrupt]:
+    """Within, ctrl-C only sets a flag: an exception could leave the engine in the middle of a step."""
+    interrupt = Interrupt()
+
+    def press(*_: object) -> None:
+        interrupt.pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stream_text(
+    outputs: Iterable[RequestOutput], file: TextIO, interrupt: Interrupt | None = None
+) -> RequestOutput:
+    """Write one answer as it comes, and a line end. Returns its last state.
+
+    An interrupt ends the answer early: the request is aborted and what it said so far stays.
+    """
+    written = 0
+    last = None
+    stream = iter(outputs)
+    try:
+        for last in stream:
+            text = last.outputs[0].text
+            if len(text) > written:
+                file.write(text[written:])
+                file.flush()
+                written = len(text)
+            if interrupt is not None and interrupt.pressed:
+                break
+    finally:
+        if hasattr(stream, "close"):  # a generator aborts its request when closed
+            stream.close()
+    file.write("\n")
+    file.flush()
+    if last is None:
+        raise RuntimeError("the engine ended a stream without any output")
+    return last

@@ -1,0 +1,42 @@
+"""Errors as a user should see them: one line on standard error, no traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+# What the library raises for something that the user can put right.
+USER_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    ModuleNotFoundError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    ConnectionError,
+    MemoryError,
+)
+
+
+def print_error(message: str) -> None:
+    """A red line `error: ...` on standard error (no colour where NO_COLOR is set or in a pipe)."""
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    console.print(f"error: {message}", style="red", soft_wrap=True)
+
+
+class FriendlyGroup(TyperGroup):
+    """Turns the library's errors into one line and exit code 1; `--debug` keeps the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USER_ERRORS as error:
+            if ctx.params.get("debug"):
+                raise
+            print_error(str(error) or type(error).__name__)
+            raise typer.Exit(1) from error

@@ -1,0 +1,44 @@
+"""`rooftile`: the command line. Heavy imports (torch, the engine) happen inside the commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rooftile.cli.bench import bench_app
+from rooftile.cli.chat import chat
+from rooftile.cli.demo import demo
+from rooftile.cli.doctor import doctor
+from rooftile.cli.errors import FriendlyGroup
+from rooftile.cli.generate import generate
+
+app = typer.Typer(
+    name="rooftile",
+    help="Run language models at the roofline of the machine they are on.",
+    cls=FriendlyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def main(
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="ROOFTILE_DEBUG", help="Show tracebacks of errors."),
+    ] = False,
+) -> None:
+    """Run language models at the roofline of the machine they are on.
+
+    MODEL is a GGUF file, a directory in Hugging Face format, a hub id, or `demo`.
+    """
+
+
+app.command()(generate)
+app.command()(chat)
+app.command()(demo)
+app.command()(doctor)
+app.add_typer(bench_app, name="bench")
