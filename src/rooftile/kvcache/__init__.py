@@ -1,0 +1,20 @@
+"""Paged KV memory. Free of torch; the tensors are in `rooftile.kvcache.storage`."""
+
+from rooftile.kvcache.cache import KVCache, KVStats, PageCounts
+from rooftile.kvcache.page_table import PageCopy, PageTable
+from rooftile.kvcache.pool import OutOfPages, PagePool
+from rooftile.kvcache.prefix import PrefixTree
+from rooftile.kvcache.spec import KVGroup, group_layers
+
+__all__ = [
+    "KVCache",
+    "KVGroup",
+    "KVStats",
+    "OutOfPages",
+    "PageCopy",
+    "PageCounts",
+    "PagePool",
+    "PageTable",
+    "PrefixTree",
+    "group_layers",
+]
