@@ -1,0 +1,360 @@
+"""Scaled dot-product attention over dense and ragged batches (Vaswani et al. 2017, eq. 1).
+
+Keys are visible to queries as if the last query stood at the last key (bottom-right alignment).
+Sinks are those of Xiao et al. 2023 in the learned form of gpt-oss: one more logit per query head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.operator import Operator, contents_checked
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The static properties that choose a kernel."""
+
+    device: str
+    dtype: torch.dtype
+    num_q_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    left: int  # window, -1: unbounded
+    right: int
+    has_softcap: bool
+    has_sink: bool
+    page_size: int = 0  # 0: not paged
+
+
+def attention(
+    q: Tensor,  # [batch, q_len, num_q_heads, k_dim]
+    k: Tensor,  # [batch, kv_len, num_kv_heads, k_dim]
+    v: Tensor,  # [batch, kv_len, num_kv_heads, v_dim]
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,  # [num_q_heads]
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of every query head over its group's keys and values.
+
+    Query i stands at position p = i + kv_len - q_len and sees key j iff p - left <= j <= p + right,
+    with `window` = (left, right) and None for an unbounded side; `causal` sets right to 0.
+    Scores are q . k * softmax_scale (default 1 / sqrt(k_dim)), then softcap * tanh(score / softcap)
+    if softcap > 0. `sink` (float32) adds one logit per query head to the denominator and to lse.
+    A query that sees nothing gives 0, and lse -inf (or the sink). Differentiable in q, k, v and
+    sink, through lse too. Float64 inputs are computed in float64, others accumulate in float32.
+
+    Returns:
+        out [batch, q_len, num_q_heads, v_dim] in q's dtype; with `return_lse` also lse
+        [batch, q_len, num_q_heads], natural logarithm, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not fit together.
+        NotImplementedError: an explicitly chosen kernel that cannot run the call.
+    """
+    check_qkv("attention", q, k, v, "[batch, length, heads, dim]", 4)
+    require(
+        q.shape[0] == k.shape[0],
+        f"attention: q has batch {q.shape[0]} but k has batch {k.shape[0]}; they must be equal",
+    )
+    left, right, scale = check_options("attention", q, causal, window, softcap, sink, softmax_scale)
+    out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,  # [tokens_q, num_q_heads, k_dim]
+    k: Tensor,  # [tokens_k, num_kv_heads, k_dim]
+    v: Tensor,  # [tokens_k, num_kv_heads, v_dim]
+    cu_seqlens_q: Tensor,  # [batch + 1] int32 or int64
+    cu_seqlens_k: Tensor,  # [batch + 1] int32 or int64
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,  # [num_q_heads]
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over sequences of different lengths, laid end to end.
+
+    Sequence i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys likewise; both
+    begin with 0 and never decrease. `max_q_len` and `max_kv_len` are upper bounds of the lengths,
+    known on the host (default: all tokens). Tokens after the last sequence are padding: they are
+    not read, and their output is 0 with lse -inf.
+
+    Returns:
+        out [tokens_q, num_q_heads, v_dim]; with `return_lse` also lse [tokens_q, num_q_heads].
+
+    Raises:
+        ValueError: as `attention`; and, where the contents are checked (on a CPU, or with
+            ROOFTILE_CHECK=1), lengths that decrease, exceed the tokens or exceed the maxima.
+    """
+    name = "attention_varlen"
+    check_qkv(name, q, k, v, "[tokens, heads, dim]", 3)
+    left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
+    max_q_len = q.shape[0] if max_q_len is None else max_q_len
+    max_kv_len = k.shape[0] if max_kv_len is None else max_kv_len
+    check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q, "q", q, max_q_len, "max_q_len")
+    check_cu_seqlens(name, "cu_seqlens_k", cu_seqlens_k, "k", k, max_kv_len, "max_kv_len")
+    require(
+        cu_seqlens_q.shape == cu_seqlens_k.shape,
+        f"{name}: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries but cu_seqlens_k has "
+        f"{cu_seqlens_k.shape[0]}; both need batch + 1",
+    )
+    out, lse = ATTENTION_VARLEN.handle(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len),
+        *(sink, left, right, softcap, scale, kernel),
+    )
+    return (out, lse) if return_lse else out
+
+
+def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int) -> None:
+    for tensor_name, tensor in (("q", q), ("k", k), ("v", v)):
+        require(
+            tensor.dim() == dims,
+            f"{name}: {tensor_name} has shape {list(tensor.shape)}; expected {layout}",
+        )
+    check_float(name, q=q)
+    check_same(name, q=q, k=k, v=v)
+    require(
+        q.shape[-1] == k.shape[-1] and q.shape[-1] > 0,
+        f"{name}: q has dim {q.shape[-1]} and k has dim {k.shape[-1]}; "
+        f"they must be equal and positive",
+    )
+    require(
+        k.shape[:-1] == v.shape[:-1] and v.shape[-1] > 0,
+        f"{name}: k has shape {list(k.shape)} and v has shape {list(v.shape)}; "
+        f"all but the last dimension must be equal, and that one positive",
+    )
+    check_heads(name, q.shape[-2], k.shape[-2])
+
+
+def check_heads(name: str, num_q_heads: int, num_kv_heads: int) -> None:
+    require(
+        num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0,
+        f"{name}: {num_q_heads} query heads do not divide into groups over {num_kv_heads} "
+        f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads",
+    )
+
+
+def check_options(
+    name: str,
+    q: Tensor,  # [..., num_q_heads, k_dim]
+    causal: bool,
+    window: Window | None,
+    softcap: float,
+    sink: Tensor | None,
+    softmax_scale: float | None,
+) -> tuple[int, int, float]:
+    """The checked options as private operators take them: left, right (-1: unbounded), scale."""
+    require(
+        window is None or len(window) == 2,
+        f"{name}: window is {window}; expected (left, right), None for an unbounded side",
+    )
+    sides = (None, None) if window is None else window
+    require(
+        all(side is None or (isinstance(side, int) and side >= 0) for side in sides),
+        f"{name}: window is {window}; each side must be an int >= 0, or None for unbounded",
+    )
+    left, right = (-1 if side is None else side for side in sides)
+    require(
+        math.isfinite(softcap) and softcap >= 0,
+        f"{name}: softcap is {softcap}; it must be finite and >= 0 (0 turns it off)",
+    )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    require(math.isfinite(scale), f"{name}: softmax_scale is {scale}; it must be finite")
+    if sink is not None:
+        check_float(name, sink=sink)
+        check_shape(name, "sink", sink, (q.shape[-2],), "[num_q_heads]")
+        check_device(name, q=q, sink=sink)
+    return left, 0 if causal else right, scale
+
+
+def check_cu_seqlens(
+    name: str,
+    cu_name: str,
+    cu_seqlens: Tensor,
+    of_name: str,
+    of: Tensor,  # [tokens, ...]
+    longest: int,
+    longest_name: str,
+) -> None:
+    check_integers(name, cu_name, cu_seqlens, of, of_name)
+    require(
+        cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0,
+        f"{name}: {cu_name} has shape {list(cu_seqlens.shape)}; expected [batch + 1]",
+    )
+    require(longest >= 0, f"{name}: {longest_name} is {longest}; it must be >= 0")
+    if not contents_checked(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    require(ends[0] == 0, f"{name}: {cu_name} begins with {ends[0]}; it must begin with 0")
+    require(
+        min(lengths, default=0) >= 0,
+        f"{name}: {cu_name} decreases to {min(lengths, default=0)} relative to its predecessor; "
+        f"give cumulative lengths, which never decrease",
+    )
+    require(
+        ends[-1] <= of.shape[0],
+        f"{name}: {cu_name} ends with {ends[-1]} but {of_name} has {of.shape[0]} tokens",
+    )
+    require(
+        max(lengths, default=0) <= longest,
+        f"{name}: {cu_name} has a sequence of {max(lengths, default=0)} tokens but {longest_name} "
+        f"is {longest}; give an upper bound",
+    )
+
+
+def check_integers(
+    name: str, tensor_name: str, tensor: Tensor, like: Tensor, like_name: str
+) -> None:
+    """tensor holds int32 or int64 and lies on the device of `like`."""
+    require(
+        tensor.dtype in (torch.int32, torch.int64),
+        f"{name}: {tensor_name} has dtype {tensor.dtype}; convert it to torch.int32 or torch.int64",
+    )
+    require(
+        tensor.device == like.device,
+        f"{name}: {tensor_name} is on {tensor.device} but {like_name} is on {like.device}; "
+        f"move one of them",
+    )
+
+
+def fake_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, lse: Tensor
+) -> tuple[Tensor, ...]:
+    grad_sink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sink
+
+
+def attention_call(
+    q: Tensor,  # [..., num_q_heads, k_dim]
+    k: Tensor,  # [..., num_kv_heads, k_dim]
+    v: Tensor,  # [..., num_kv_heads, v_dim]
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> AttentionCall:
+    return AttentionCall(
+        q.device.type,
+        q.dtype,
+        q.shape[-2],
+        k.shape[-2],
+        k.shape[-1],
+        v.shape[-1],
+        left,
+        right,
+        has_softcap=softcap != 0,
+        has_sink=sink is not None,
+    )
+
+
+_OPTIONS = "int left, int right, float softcap, float scale"
+_SAVED = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse"
+_RAGGED = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_q_len, SymInt max_kv_len, Tensor? sink"
+)
+
+ATTENTION = Operator(
+    "attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_OPTIONS}) -> (Tensor, Tensor)",
+    module="attention",
+    families=("torch", "reference"),
+    call=lambda q, k, v, sink, left, right, softcap, scale: attention_call(
+        q, k, v, sink, left, right, softcap
+    ),
+    fake=lambda q, k, v, *_: fake_attention(q, v),
+)
+
+ATTENTION_BACKWARD = Operator(
+    "attention_backward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_SAVED}, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    module="attention",
+    families=("reference",),
+    call=lambda q, k, v, sink, out, lse, grad_out, grad_lse, left, right, softcap, scale: (
+        attention_call(q, k, v, sink, left, right, softcap)
+    ),
+    fake=lambda q, k, v, sink, out, lse, *_: _fake_backward(q, k, v, sink, lse),
+)
+
+ATTENTION_VARLEN = Operator(
+    "attention_varlen",
+    f"({_RAGGED}, {_OPTIONS}) -> (Tensor, Tensor)",
+    module="attention",
+    families=("torch", "reference"),
+    call=lambda q, k, v, cu_q, cu_k, max_q, max_kv, sink, left, right, softcap, scale: (
+        attention_call(q, k, v, sink, left, right, softcap)
+    ),
+    fake=lambda q, k, v, *_: fake_attention(q, v),
+)
+
+ATTENTION_VARLEN_BACKWARD = Operator(
+    "attention_varlen_backward",
+    f"({_RAGGED}, {_SAVED}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    module="attention",
+    families=("reference",),
+    call=lambda q, k, v, cu_q, cu_k, max_q, max_kv, sink, *rest: attention_call(
+        q, k, v, sink, *rest[4:7]
+    ),
+    fake=lambda q, k, v, cu_q, cu_k, max_q, max_kv, sink, out, lse, *_: _fake_backward(
+        q, k, v, sink, lse
+    ),
+)
+
+
+def _register_backward(forward: Operator, backward: Operator) -> None:
+    """Both take (tensors, lengths, sink, options); the backward takes the saved ones before options."""
+    options = 4
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arguments, _ = inputs
+        ctx.options = arguments[-options:]
+        *given, sink = arguments[:-options]
+        ctx.lengths = [x for x in given if not isinstance(x, Tensor)]
+        ctx.save_for_backward(*(x for x in given if isinstance(x, Tensor)), sink, *output)
+
+    def run_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+        *tensors, sink, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v, grad_sink = backward.handle(
+            *(*tensors, *ctx.lengths, sink, out, lse, grad_out, grad_lse), *ctx.options, "auto"
+        )
+        return (
+            *(grad_q, grad_k, grad_v),
+            *[None] * (len(tensors) - 3 + len(ctx.lengths)),
+            None if sink is None else grad_sink,
+            *[None] * (options + 1),
+        )
+
+    forward.register_autograd(run_backward, setup_context)
+
+
+_register_backward(ATTENTION, ATTENTION_BACKWARD)
+_register_backward(ATTENTION_VARLEN, ATTENTION_VARLEN_BACKWARD)

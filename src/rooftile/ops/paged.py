@@ -1,0 +1,290 @@
+"""Attention over paged keys and values (Kwon et al. 2023), and writing new ones into pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.ops.attention import (
+    AttentionCall,
+    Window,
+    check_cu_seqlens,
+    check_heads,
+    check_integers,
+    check_options,
+    fake_attention,
+)
+from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.operator import Operator, contents_checked
+from rooftile.types import PagedBatch
+
+
+@dataclass(frozen=True)
+class AppendCall:
+    """The static properties that choose a kernel of append_kv."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    k_dim: int
+    v_dim: int
+    page_size: int
+    rotary_dim: int  # 0: no rotation
+    interleaved: bool
+
+
+def paged_attention(
+    q: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    batch: PagedBatch,
+    *,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,  # [num_q_heads]
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each request's queries over the keys and values in its pages.
+
+    Serves prefill, decode and any mixture: request i has queries cu_seqlens_q[i] to
+    cu_seqlens_q[i + 1] (none is allowed) and keys 0 to kv_lens[i], of which key j lies in page
+    page_table[i, j // page_size] at offset j % page_size. Its last query stands at its last key.
+    Nothing else is read: entries of the table past a request's last page and those of pages
+    wholly outside its window may be anything, slots without a key may hold NaN, and tokens
+    after the last request are padding with output 0 and lse -inf. Causal by default. The other
+    options and the results are those of `attention`. Not differentiable.
+
+    Returns:
+        out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
+
+    Raises:
+        ValueError: as `attention`; and, where the contents are checked (on a CPU, or with
+            ROOFTILE_CHECK=1), lengths beyond the maxima, the tokens or the table's reach, and
+            pages outside the pool.
+        NotImplementedError: inputs that require a gradient.
+    """
+    name = "paged_attention"
+    _check_pages(name, q, "q", k_pages, v_pages)
+    require(
+        q.shape[-1] == k_pages.shape[-1],
+        f"{name}: q has dim {q.shape[-1]} but k_pages has dim {k_pages.shape[-1]}; "
+        f"they must be equal",
+    )
+    check_heads(name, q.shape[1], k_pages.shape[1])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
+        raise NotImplementedError(
+            f"{name}: an input requires a gradient, and pages have no backward; "
+            f"use attention_varlen, or call under torch.no_grad()"
+        )
+    left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
+    _check_batch(name, q, k_pages, batch, left)
+    out, lse = PAGED_ATTENTION.handle(
+        *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
+        *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale, kernel),
+    )
+    return (out, lse) if return_lse else out
+
+
+def append_kv(
+    k: Tensor,  # [tokens, heads, k_dim]
+    v: Tensor,  # [tokens, heads, v_dim]
+    k_pages: Tensor,  # [num_pages, heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, heads, page_size, v_dim]
+    slots: Tensor,  # [tokens] int64 or int32
+    *,
+    positions: Tensor | None = None,  # [tokens] int64 or int32
+    cos_sin: Tensor | None = None,  # [max_position, 2, rotary_dim / 2] float32
+    interleaved: bool = False,
+    kernel: str = "auto",
+) -> None:
+    """Write each token's key and value into its slot, page * page_size + offset, in place.
+
+    A token with slot -1 is not written and its row may hold anything. With `cos_sin`, keys are
+    first rotated as `rotary_embedding` does, by the angles at `positions`, which need not follow
+    the slots. Slots of one call must differ, except -1.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together; and, where the contents
+            are checked (on a CPU, or with ROOFTILE_CHECK=1), slots outside the pages, repeated
+            slots, or positions outside the table.
+        NotImplementedError: inputs that require a gradient.
+    """
+    name = "append_kv"
+    _check_pages(name, k, "k", k_pages, v_pages)
+    for tensor_name, tensor, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        expected = (k.shape[0], pages.shape[1], pages.shape[3])
+        check_shape(name, tensor_name, tensor, expected, "[tokens, heads, dim] of its pages")
+    check_same(name, k=k, v=v)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v, k_pages, v_pages)):
+        raise NotImplementedError(
+            f"{name}: an input requires a gradient, and pages have no backward; "
+            f"call under torch.no_grad()"
+        )
+    check_integers(name, "slots", slots, k, "k")
+    check_shape(name, "slots", slots, (k.shape[0],), "[tokens]")
+    require(
+        (positions is None) == (cos_sin is None),
+        f"{name}: {'positions' if cos_sin is None else 'cos_sin'} is given alone; "
+        f"give both positions and cos_sin to rotate k, or neither",
+    )
+    if positions is not None and cos_sin is not None:
+        check_integers(name, "positions", positions, k, "k")
+        check_shape(name, "positions", positions, (k.shape[0],), "[tokens]")
+        check_float(name, cos_sin=cos_sin)
+        check_device(name, k=k, cos_sin=cos_sin)
+        require(
+            cos_sin.dim() == 3
+            and cos_sin.shape[1] == 2
+            and 0 < 2 * cos_sin.shape[2] <= k.shape[-1],
+            f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [max_position, 2, "
+            f"rotary_dim / 2] with 0 < rotary_dim <= {k.shape[-1]}",
+        )
+    if contents_checked(slots):
+        _check_slots(name, slots, k_pages.shape[0] * k_pages.shape[2], positions, cos_sin)
+    APPEND_KV.handle(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, kernel)
+
+
+def _check_pages(
+    name: str, tokens: Tensor, tokens_name: str, k_pages: Tensor, v_pages: Tensor
+) -> None:
+    require(
+        tokens.dim() == 3,
+        f"{name}: {tokens_name} has shape {list(tokens.shape)}; expected [tokens, heads, dim]",
+    )
+    for pages_name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        require(
+            pages.dim() == 4 and pages.shape[2] > 0 and pages.shape[3] > 0,
+            f"{name}: {pages_name} has shape {list(pages.shape)}; "
+            f"expected [num_pages, heads, page_size, dim]",
+        )
+    check_float(name, **{tokens_name: tokens})
+    check_same(name, **{tokens_name: tokens, "k_pages": k_pages, "v_pages": v_pages})
+    require(
+        k_pages.shape[:3] == v_pages.shape[:3],
+        f"{name}: k_pages has shape {list(k_pages.shape)} and v_pages {list(v_pages.shape)}; "
+        f"all but the last dimension must be equal",
+    )
+
+
+def _check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int) -> None:
+    check_cu_seqlens(name, "cu_seqlens_q", batch.cu_seqlens_q, "q", q, batch.max_q_len, "max_q_len")
+    check_integers(name, "kv_lens", batch.kv_lens, q, "q")
+    check_integers(name, "page_table", batch.page_table, q, "q")
+    requests = batch.cu_seqlens_q.shape[0] - 1
+    check_shape(name, "kv_lens", batch.kv_lens, (requests,), "[batch]")
+    require(
+        batch.page_table.dim() == 2 and batch.page_table.shape[0] == requests,
+        f"{name}: page_table has shape {list(batch.page_table.shape)}; "
+        f"expected [batch, max_pages] with batch = {requests}",
+    )
+    if requests == 0 or not contents_checked(q):
+        return
+    page_size, reach = k_pages.shape[2], batch.page_table.shape[1] * k_pages.shape[2]
+    low, high = (int(x) for x in torch.aminmax(batch.kv_lens))
+    require(low >= 0, f"{name}: kv_lens holds {low}; lengths must be >= 0")
+    require(
+        high <= batch.max_kv_len,
+        f"{name}: kv_lens holds {high} but max_kv_len is {batch.max_kv_len}; give an upper bound",
+    )
+    require(
+        high <= reach,
+        f"{name}: kv_lens holds {high} but page_table reaches {reach} tokens "
+        f"({batch.page_table.shape[1]} pages of {page_size}); widen the table",
+    )
+    q_lens = batch.cu_seqlens_q.diff()
+    starts = torch.arange(batch.page_table.shape[1], device=q.device) * page_size
+    used = (starts < batch.kv_lens[:, None]) & (q_lens > 0)[:, None]
+    if left >= 0:
+        used &= starts + page_size > (batch.kv_lens - q_lens - left)[:, None]
+    wrong = used & ((batch.page_table < 0) | (batch.page_table >= k_pages.shape[0]))
+    if bool(wrong.any()):
+        request, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: page_table[{request}, {column}] is {int(batch.page_table[request, column])}, "
+            f"in use by request {request} with {int(batch.kv_lens[request])} tokens; "
+            f"it must name one of {k_pages.shape[0]} pages"
+        )
+
+
+def _check_slots(
+    name: str,
+    slots: Tensor,
+    num_slots: int,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+) -> None:
+    written = slots >= 0
+    wrong = slots[(slots < -1) | (slots >= num_slots)]
+    require(
+        wrong.numel() == 0,
+        f"{name}: slots holds {wrong[:1].tolist()}; a slot must be -1 or below num_pages * "
+        f"page_size = {num_slots}",
+    )
+    targets = slots[written].sort().values
+    repeated = targets[1:][targets.diff() == 0]
+    require(
+        repeated.numel() == 0,
+        f"{name}: slot {repeated[:1].tolist()} occurs twice; each token needs a slot of its own",
+    )
+    if positions is not None and cos_sin is not None:
+        used = positions[written]
+        wrong = used[(used < 0) | (used >= cos_sin.shape[0])]
+        require(
+            wrong.numel() == 0,
+            f"{name}: positions holds {wrong[:1].tolist()}; cos_sin has {cos_sin.shape[0]} "
+            f"positions, enlarge it",
+        )
+
+
+def _call(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> AttentionCall:
+    *_, sink, left, right, softcap, _ = rest
+    return AttentionCall(
+        q.device.type,
+        q.dtype,
+        q.shape[1],
+        k_pages.shape[1],
+        k_pages.shape[3],
+        v_pages.shape[3],
+        left,
+        right,
+        has_softcap=softcap != 0,
+        has_sink=sink is not None,
+        page_size=k_pages.shape[2],
+    )
+
+
+PAGED_ATTENTION = Operator(
+    "paged_attention",
+    "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor cu_seqlens_q, Tensor kv_lens,"
+    " Tensor page_table, SymInt max_q_len, SymInt max_kv_len, Tensor? sink,"
+    " int left, int right, float softcap, float scale) -> (Tensor, Tensor)",
+    module="paged",
+    families=("torch", "reference"),
+    call=_call,
+    fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
+)
+
+APPEND_KV = Operator(
+    "append_kv",
+    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots,"
+    " Tensor? positions, Tensor? cos_sin, bool interleaved) -> ()",
+    module="paged",
+    families=("torch", "reference"),
+    call=lambda k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved: AppendCall(
+        k.device.type,
+        k.dtype,
+        k.shape[1],
+        k.shape[2],
+        v.shape[2],
+        k_pages.shape[2],
+        rotary_dim=0 if cos_sin is None else 2 * cos_sin.shape[2],
+        interleaved=interleaved,
+    ),
+    fake=lambda *_: None,
+)
