@@ -1,0 +1,27 @@
+"""Linear layers in plain PyTorch, accumulated in float32 or wider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rooftile.kernels import Kernel
+from rooftile.kernels.reference.precision import widen
+
+
+def linear(
+    x: Tensor, weight: list[Tensor], format: str, out_features: int, bias: Tensor | None
+) -> Tensor:
+    dense = weight[0].to_dense() if format == "onednn" else weight[0]
+    y = widen(x) @ widen(dense).T
+    if bias is not None:
+        y = y + widen(bias)
+    return y.to(x.dtype)
+
+
+def supports(call: Any) -> str | None:
+    return None if call.format in ("dense", "onednn") else f"it cannot read {call.format!r}"
+
+
+KERNELS = {"linear": Kernel(linear, supports, efficiency=0.1)}
