@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rooftile.cli import loading
-from rooftile.cli.conversation import Message, chat_tokens, ctrl_c_interrupts, stream_text
+from rooftile.cli.conversation import Message, ctrl_c_interrupts, has_template, stream_text
 from rooftile.cli.errors import print_error
 from rooftile.cli.options import AnswerOptions, EngineOptions, with_options
 
 if TYPE_CHECKING:
-    from rooftile.engine import LLM, SamplingParams
+    from rooftile.engine.llm import LLM
+    from rooftile.engine.params import SamplingParams
 
 HELP = """\
 /system TEXT  set the system message and start afresh (/system alone shows it)
@@ -26,7 +27,7 @@ HELP = """\
 ctrl-C        stop the answer; what was said so far stays in the conversation"""
 
 
-@with_options(engine=EngineOptions, sampling=AnswerOptions)
+@with_options(sampling=AnswerOptions, engine=EngineOptions)
 def chat(
     engine: EngineOptions,
     sampling: AnswerOptions,
@@ -39,7 +40,10 @@ def chat(
     params = sampling.sampling_params()
     llm = loading.load_llm(engine, sampling.seed)
     conversation = Conversation(llm, params, system)
-    chat_tokens(llm, [Message(role="user", content="")])  # refuses a model without a template
+    if not has_template(llm):
+        raise ValueError(
+            f"{engine.model} has no chat template; `rooftile generate --raw` continues text"
+        )
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{engine.model} is ready. /help lists the commands, ctrl-D leaves.")
@@ -66,7 +70,7 @@ class Conversation:
         """Stream the answer to `text`; both join the conversation. A refused message does not."""
         self.turns.append(Message(role="user", content=text))
         try:
-            prompt = chat_tokens(self.llm, self.messages())
+            prompt = self.llm.render_chat(self.messages())
             with ctrl_c_interrupts() as interrupt:
                 output = stream_text(self.llm.stream(prompt, self.params), sys.stdout, interrupt)
         except ValueError as error:

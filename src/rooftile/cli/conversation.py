@@ -1,4 +1,4 @@
-"""Messages to tokens, and a stream of outputs to text on the screen."""
+"""Messages, and a stream of outputs as text on the screen that ctrl-C can end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, TypedDict
 
 if TYPE_CHECKING:
-    from rooftile.engine import LLM, RequestOutput
+    from rooftile.engine.llm import LLM
+    from rooftile.engine.outputs import RequestOutput
 
 
 class Message(TypedDict):
@@ -16,19 +17,8 @@ class Message(TypedDict):
     content: str
 
 
-def chat_tokens(llm: LLM, messages: list[Message]) -> list[int]:
-    """The prompt of the next answer, with the model's chat template.
-
-    Raises:
-        ValueError: the model has no tokenizer or no chat template.
-    """
-    tokenizer = llm.tokenizer
-    if tokenizer is None or not tokenizer.has_chat_template:
-        raise ValueError(
-            "this model has no chat template; use `rooftile generate --raw` to continue text"
-        )
-    # The template writes the special tokens itself.
-    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+def has_template(llm: LLM) -> bool:
+    return llm.tokenizer is not None and llm.tokenizer.has_chat_template
 
 
 class Interrupt:

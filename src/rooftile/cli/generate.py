@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli import loading
-from rooftile.cli.conversation import Message, chat_tokens, stream_text
+from rooftile.cli.conversation import Message, has_template, stream_text
 from rooftile.cli.errors import print_error
 from rooftile.cli.options import EngineOptions, SamplingOptions, with_options
 from rooftile.cli.prompts import collect_prompts
 
 if TYPE_CHECKING:
-    from rooftile.engine import LLM, RequestOutput
+    from rooftile.engine.outputs import RequestOutput
 
 
-@with_options(engine=EngineOptions, sampling=SamplingOptions)
+@with_options(sampling=SamplingOptions, engine=EngineOptions)
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -62,13 +62,13 @@ def generate(
     texts = collect_prompts(prompts, source)
     params = sampling.sampling_params()
     llm = loading.load_llm(engine, sampling.seed)
-    in_chat = _has_template(llm) if chat is None else chat
+    in_chat = has_template(llm) if chat is None else chat
     if system is not None and not in_chat:
         raise ValueError(
             f"--system needs a chat template and {engine.model} has none; put it into the prompt"
         )
     requests: list[Any] = (
-        [chat_tokens(llm, _messages(text, system)) for text in texts] if in_chat else list(texts)
+        [llm.render_chat(_messages(text, system)) for text in texts] if in_chat else list(texts)
     )
 
     if len(texts) == 1 and params.n == 1 and not as_json:
@@ -93,10 +93,6 @@ def report_failures(outputs: list[RequestOutput]) -> bool:
     for error in errors:
         print_error(error)
     return bool(errors)
-
-
-def _has_template(llm: LLM) -> bool:
-    return llm.tokenizer is not None and llm.tokenizer.has_chat_template
 
 
 def _messages(text: str, system: str | None) -> list[Message]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rooftile.cli.options import EngineOptions
 
 if TYPE_CHECKING:
-    from rooftile.engine import LLM
+    from rooftile.engine.llm import LLM
 
 
 def load_llm(options: EngineOptions, seed: int | None = None) -> LLM:
@@ -18,7 +18,7 @@ def load_llm(options: EngineOptions, seed: int | None = None) -> LLM:
 
     model = resolve_model(options.model, options.random_weights)
     with load_progress(options.model) as on_progress:
-        from rooftile.engine import LLM
+        from rooftile.engine.llm import LLM
 
         return LLM(
             model,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from rooftile.engine import SamplingParams
+    from rooftile.engine.params import SamplingParams
 
 SAMPLING = "Sampling"
 ENGINE = "Engine"
@@ -71,7 +71,7 @@ class AnswerOptions:
     ] = False
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        from rooftile.engine import SamplingParams
+        from rooftile.engine.params import SamplingParams
 
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -173,6 +173,7 @@ def with_options(**groups: type[Any]) -> Callable[[Callable[..., Any]], Callable
                 for field in dataclasses.fields(group)
             ]
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)  # required first
 
         @wraps(function)
         def command(**values: Any) -> Any:

@@ -1,0 +1,124 @@
+"""Who runs a workload: Rooftile's engine, or a peer from the same weights in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rooftile.bench.workloads import Request
+
+if TYPE_CHECKING:
+    from rooftile.engine.llm import LLM
+
+
+class Contender(Protocol):
+    name: str
+
+    def run(self, requests: Sequence[Request], temperature: float) -> list[int]:
+        """Run all requests to their full length. Returns the new tokens of each, all answers."""
+
+
+class Engine:
+    """Rooftile. The prefix cache is emptied before each run, so a repeat cannot profit from it."""
+
+    name = "rooftile"
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def run(self, requests: Sequence[Request], temperature: float) -> list[int]:
+        from rooftile.engine.params import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        outputs = self._llm.generate(
+            [list(request.prompt_token_ids) for request in requests],
+            [
+                SamplingParams(
+                    temperature=temperature, max_tokens=r.max_tokens, n=r.n, ignore_eos=True
+                )
+                for r in requests
+            ],
+        )
+        return [sum(len(answer.token_ids) for answer in output.outputs) for output in outputs]
+
+
+class Transformers:
+    """Hugging Face transformers' generate: bf16, sdpa, left-padded batches in order of arrival.
+
+    A batch runs until its longest answer is done; tokens beyond a request's own length are not
+    counted.
+    """
+
+    name = "transformers"
+    batch = 32
+
+    def __init__(self, model: str, random_weights: bool = False) -> None:
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError:
+            raise ValueError(
+                "the peer 'transformers' is not installed: pip install transformers"
+            ) from None
+        import torch
+
+        from rooftile.models.resolve import resolve
+
+        path = resolve(model, need_weights=not random_weights).path
+        where: dict[str, Any] = {"pretrained_model_name_or_path": path}
+        if path.is_file():
+            where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        settings: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+        if random_weights:
+            config = AutoConfig.from_pretrained(**where)
+            self._model = AutoModelForCausalLM.from_config(config, **settings)
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(**where, **settings)
+        self._model.eval()
+        # The lengths are given: nothing of the checkpoint's own generation settings applies.
+        self._model.generation_config = type(self._model.generation_config)(
+            pad_token_id=0, eos_token_id=None, bos_token_id=None
+        )
+
+    def run(self, requests: Sequence[Request], temperature: float) -> list[int]:
+        made: list[int] = []
+        for start in range(0, len(requests), self.batch):
+            made += self._run_batch(requests[start : start + self.batch], temperature)
+        return made
+
+    def _run_batch(self, requests: Sequence[Request], temperature: float) -> list[int]:
+        import torch
+
+        width = max(len(r.prompt_token_ids) for r in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            length = len(request.prompt_token_ids)
+            ids[row, width - length :] = torch.tensor(request.prompt_token_ids)
+            mask[row, width - length :] = 1
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        answers = max(r.n for r in requests)
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max(r.max_tokens for r in requests),
+                num_return_sequences=answers,
+                **(sampling or {"do_sample": False}),
+            )
+        new = out.shape[1] - width
+        return [min(new, r.max_tokens) * min(answers, r.n) for r in requests]
+
+
+PEERS = {"transformers": Transformers}
+
+
+def make_peers(names: Sequence[str], model: str, random_weights: bool) -> list[Contender]:
+    """Peers by name, loaded.
+
+    Raises:
+        ValueError: an unknown peer, or one that is not installed.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"there is no peer {name!r}; choose from {', '.join(PEERS)}")
+    return [PEERS[name](model, random_weights) for name in names]

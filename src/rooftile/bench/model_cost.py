@@ -1,0 +1,72 @@
+"""The least time that a machine needs for a whole workload: the roofline summed over a model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from rooftile.bench.workloads import Request
+from rooftile.models.config import DecoderConfig
+from rooftile.planning.hardware import Machine
+from rooftile.planning.roofline import Bound, Work, attention_work, least_time, linear_work
+
+
+def least_seconds(
+    config: DecoderConfig, requests: Sequence[Request], machine: Machine
+) -> Bound | None:
+    """All prompts in one step, then one step per new token of all requests that still run.
+
+    Weights and KV of 2 bytes are read once a step. `None` where requests share KV, of which a
+    clever engine reads less than this counts.
+    """
+    starts = {request.prompt_token_ids[:16] for request in requests}
+    if len(starts) < len(requests) or any(request.n > 1 for request in requests):
+        return None
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for q_lens, kv_lens in _steps(requests):
+        for work, count in _step_work(config, q_lens, kv_lens):
+            bound = least_time(work, machine)
+            seconds[bound.unit] += count * bound.seconds
+    return Bound(sum(seconds.values()), max(seconds, key=lambda unit: seconds[unit]))
+
+
+def _steps(requests: Sequence[Request]) -> Iterator[tuple[list[int], list[int]]]:
+    """Query and KV lengths of each step."""
+    prompts = [len(request.prompt_token_ids) for request in requests]
+    yield prompts, prompts
+    for done in range(1, max(request.max_tokens for request in requests)):
+        kv_lens = [
+            length + done
+            for length, request in zip(prompts, requests, strict=True)
+            if request.max_tokens > done
+        ]
+        yield [1] * len(kv_lens), kv_lens
+
+
+def _step_work(
+    config: DecoderConfig, q_lens: list[int], kv_lens: list[int]
+) -> Iterator[tuple[Work, int]]:
+    """Work of each operator call, and how many times it happens."""
+    tokens, hidden = sum(q_lens), config.hidden
+    for layer, count in Counter(config.layers).items():
+        spec, size = layer.attention, layer.mlp.intermediate
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        yield linear_work(tokens, hidden, q_size + 2 * kv_size), count
+        # A window lets a layer read less; what it surely reads is the window.
+        seen = kv_lens if spec.window is None else [min(n, spec.window + 1) for n in kv_lens]
+        asked = [min(q, kv) for q, kv in zip(q_lens, seen, strict=True)]
+        yield (
+            attention_work(
+                asked,
+                seen,
+                num_q_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                k_dim=spec.head_dim,
+                v_dim=spec.head_dim,
+            ),
+            count,
+        )
+        yield linear_work(tokens, q_size, hidden), count
+        yield linear_work(tokens, hidden, 2 * size), count
+        yield linear_work(tokens, size, hidden), count
+    yield linear_work(len(q_lens), hidden, config.vocab_size), 1

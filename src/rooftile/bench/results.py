@@ -1,0 +1,63 @@
+"""Results as data: one JSON line per measured case, in benchmarks/results/<machine>/<suite>.jsonl."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rooftile.bench.host import Host, commit, versions
+
+DIRECTORY = Path("benchmarks/results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A case that passed its check.
+
+    us, us_p20, us_p80: microseconds of one run; tokens_per_second counts `counted` tokens
+    ("prefill", "output" or "total"); peers: name -> us of the same run; roofline_share: least time
+    over measured time, with the unit that binds in `bound`, where the machine is described.
+    """
+
+    suite: str
+    case: str
+    kernel: str
+    us: float
+    us_p20: float
+    us_p80: float
+    tokens_per_second: float
+    counted: str
+    repeats: int
+    threads: int
+    roofline_share: float | None
+    bound: str | None
+    peers: dict[str, float]
+
+
+def append(result: Result, machine: Host, root: Path = DIRECTORY) -> Path:
+    """Add one line to the suite's file of this machine; returns the file.
+
+    Raises:
+        ValueError: faster than the machine can be: the roofline model is wrong.
+    """
+    if result.roofline_share is not None and result.roofline_share > 1:
+        raise ValueError(
+            f"{result.case} reaches {result.roofline_share:.2f} of the roofline of {machine.slug}; "
+            f"more than 1 means that rooftile.planning.hardware describes it wrongly"
+        )
+    row: dict[str, Any] = {
+        **asdict(result),
+        "gpu": machine.gpus[0].name if machine.gpus else None,
+        "cpu": f"{machine.processor}, {machine.cores} cores",
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    path = root / machine.slug / f"{result.suite}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return path

@@ -1,0 +1,189 @@
+"""`rooftile bench`: measurements, with a peer beside where it is asked for."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rooftile.bench.workloads import Request, Workload, select
+from rooftile.cli import loading
+from rooftile.cli.options import EngineOptions, with_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rooftile.bench.host import Host
+    from rooftile.bench.measure import Timing
+    from rooftile.bench.results import Result
+    from rooftile.models.config import DecoderConfig
+    from rooftile.planning.roofline import Bound
+
+bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure speed. Peers run the same requests from the same weights in the same process."""
+
+
+@bench_app.command("engine")
+@with_options(engine=EngineOptions)
+def bench_engine(
+    engine: EngineOptions,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            "-w",
+            metavar="NAME",
+            show_default="cpu",
+            help="prefill512, decode1, decode8, decode32 (cpu: these four), nano, prefix, "
+            "parallel, single, prefill; repeatable.",
+        ),
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(metavar="NAMES", help="Peers, separated by commas: transformers.")
+    ] = "",
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests per run instead of the workload's own.")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Multiplies every length of prompts and answers (0 to 1).")
+    ] = 1.0,
+    repeats: Annotated[int, typer.Option(help="Measured runs; one warm-up comes before.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch (default: torch's own choice).")
+    ] = None,
+    save: Annotated[
+        bool, typer.Option("--save", help="Append to benchmarks/results/<machine>/engine.jsonl.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --save: instead of benchmarks/results."),
+    ] = None,
+) -> None:
+    """Tokens per second of the engine on fixed workloads, median of several runs.
+
+    "prefill" workloads count prompt tokens, "decode" ones new tokens, from the first request to
+    the last token, so that the figures of a peer mean the same.
+    """
+    if output is not None and not save:
+        raise typer.BadParameter("says where --save writes; add --save", param_hint="--output")
+    if threads is not None and threads < 1:
+        raise typer.BadParameter(f"is {threads}; it must be at least 1", param_hint="--threads")
+    chosen = select(workload or ["cpu"])
+    for one in chosen:  # refuses bad lengths before a model is loaded
+        one.requests(1000, num_requests=1, scale=scale)
+
+    import torch
+    from rich.console import Console
+
+    from rooftile.bench.contenders import Engine, make_peers
+    from rooftile.bench.host import host
+    from rooftile.bench.measure import measure
+    from rooftile.bench.presets import resolve_model
+    from rooftile.bench.results import DIRECTORY, append
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console, machine = Console(highlight=False), host()
+    names = [name.strip() for name in peers.split(",") if name.strip()]
+    model = resolve_model(engine.model, engine.random_weights)
+    llm = loading.load_llm(engine)
+    contenders = [Engine(llm), *make_peers(names, model, engine.random_weights)]
+    console.print(
+        f"{llm.model_name} on {machine.processor}, {torch.get_num_threads()} threads; "
+        f"median of {repeats} [lowest to highest]"
+    )
+    table = _table([contender.name for contender in contenders])
+    for one in chosen:
+
+        def draw(seed: int, one: Workload = one) -> list[Request]:
+            return one.requests(
+                llm.model_config.vocab_size, seed=seed, num_requests=num_requests, scale=scale
+            )
+
+        with console.status(f"{one.name}: {one.what}"):
+            timings = measure(contenders, one, draw, repeats)
+        bound = _bound(llm.model_config, draw(1), machine)
+        _add_row(table, one, timings, bound)
+        if save:
+            case = _case(llm.model_name, one, num_requests, scale)
+            result = _result(case, one, timings, bound, torch.get_num_threads())
+            path = append(result, machine, output or DIRECTORY)
+    console.print(table)
+    if save:
+        console.print(f"appended to {path}", markup=False)
+
+
+def _bound(config: DecoderConfig, requests: list[Request], machine: Host) -> Bound | None:
+    from rooftile.bench.model_cost import least_seconds
+    from rooftile.planning.hardware import MACHINES
+
+    known = MACHINES.get(machine.slug)
+    return None if known is None else least_seconds(config, requests, known)
+
+
+def _case(model: str, workload: Workload, num_requests: int | None, scale: float) -> str:
+    changed = f" requests{num_requests}" if num_requests is not None else ""
+    changed += f" scale{scale:g}" if scale != 1 else ""
+    return f"{model.lower()} {workload.name}{changed}"
+
+
+def _table(contenders: list[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("workload")
+    for name in contenders:
+        table.add_column(f"{name} tok/s", justify="right")
+    for name in contenders[1:]:
+        table.add_column(f"ratio to {name}", justify="right")
+    table.add_column("of roofline", justify="right")
+    return table
+
+
+def _add_row(table: Table, workload: Workload, timings: list[Timing], bound: Bound | None) -> None:
+    def cell(timing: Timing) -> str:
+        rates = timing.rates
+        return f"{statistics.median(rates):.1f} [{min(rates):.1f} to {max(rates):.1f}]"
+
+    ours, *others = timings
+    share = "" if bound is None else f"{_share(ours, bound):.0%} ({bound.unit})"
+    table.add_row(
+        f"{workload.name}: {workload.what}",
+        *(cell(timing).replace("[", r"\[") for timing in timings),
+        *(f"{ours.rate / other.rate:.2f}" for other in others),
+        share,
+    )
+
+
+def _share(timing: Timing, bound: Bound) -> float:
+    return bound.seconds / statistics.median(timing.seconds)
+
+
+def _result(
+    case: str, workload: Workload, timings: list[Timing], bound: Bound | None, threads: int
+) -> Result:
+    from rooftile.bench.results import Result
+
+    ours, *others = timings
+    return Result(
+        suite="engine",
+        case=case,
+        kernel=ours.contender,
+        us=ours.microseconds(),
+        us_p20=ours.microseconds(0.2),
+        us_p80=ours.microseconds(0.8),
+        tokens_per_second=ours.rate,
+        counted=workload.measure,
+        repeats=len(ours.seconds),
+        threads=threads,
+        roofline_share=None if bound is None else _share(ours, bound),
+        bound=None if bound is None else bound.unit,
+        peers={other.contender: other.microseconds() for other in others},
+    )

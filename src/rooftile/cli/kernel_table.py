@@ -1,0 +1,110 @@
+"""Which kernel runs what on this machine, and why the others do not."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Hashable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+import rooftile.ops
+from rooftile.ops.activation import ActivationCall
+from rooftile.ops.attention import AttentionCall
+from rooftile.ops.linear import LinearCall
+from rooftile.ops.merge import MergeCall
+from rooftile.ops.norm import NormCall
+from rooftile.ops.operator import OPERATORS
+from rooftile.ops.paged import AppendCall
+from rooftile.ops.rope import RotaryCall
+from rooftile.ops.sampling import SamplingCall
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """reasons: kernel family -> why it cannot take the call, `None` where it can.
+
+    chosen: the family that kernel="auto" takes, `None` where none can.
+    """
+
+    operator: str
+    call: str
+    device: str
+    chosen: str | None
+    reasons: dict[str, str | None]
+
+
+def kernel_table(devices: list[str]) -> list[KernelRow]:
+    """One row per operator, device and representative call; backward operators are left out."""
+    for module in pkgutil.iter_modules(rooftile.ops.__path__):
+        import_module(f"rooftile.ops.{module.name}")
+    return [
+        _row(name, device, label, call)
+        for name in sorted(OPERATORS)
+        if not name.endswith("_backward")
+        for device in devices
+        for label, call in example_calls(device).get(name, [("any call", None)])
+    ]
+
+
+def _row(name: str, device: str, label: str, call: Hashable | None) -> KernelRow:
+    operator = OPERATORS[name]
+    reasons: dict[str, str | None] = {}
+    for family in operator.families:
+        kernel = operator.kernel(family)
+        if isinstance(kernel, str):
+            reasons[family] = kernel
+        else:
+            reasons[family] = None if call is None else kernel.supports(call)
+    chosen = None
+    if call is not None and None in reasons.values():
+        chosen = operator.choose(call)
+    return KernelRow(name, label, device, chosen, reasons)
+
+
+def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
+    """Calls such as an 8-billion-parameter Llama makes, and the variants that kernels differ in."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+
+    def attention(page_size: int, **more: Any) -> AttentionCall:
+        causal: dict[str, Any] = {
+            "left": -1, "right": 0, "has_softcap": False, "has_sink": False
+        }  # fmt: skip
+        return AttentionCall(
+            device, bf16, 32, 8, 128, 128, page_size=page_size, **{**causal, **more}
+        )
+
+    def attentions(page_size: int) -> list[tuple[str, Any]]:
+        return [
+            ("bf16 h32/8 d128 causal", attention(page_size)),
+            ("… window 4096", attention(page_size, left=4095)),
+            ("… softcap", attention(page_size, has_softcap=True)),
+            ("… sink", attention(page_size, has_sink=True)),
+        ]
+
+    return {
+        "attention": attentions(0),
+        "attention_varlen": attentions(0),
+        "paged_attention": attentions(16),
+        "append_kv": [
+            ("bf16 h8 d128 page16 rotary", AppendCall(device, bf16, 8, 128, 128, 16, 128, False))
+        ],
+        "merge_attention_states": [("bf16 d128", MergeCall(device, bf16, 128))],
+        "linear": [
+            ("bf16 dense", LinearCall(device, bf16, "dense")),
+            ("bf16 onednn", LinearCall(device, bf16, "onednn")),
+            ("fp32 dense", LinearCall(device, fp32, "dense")),
+        ],
+        "rms_norm": [
+            ("bf16 with residual", NormCall(device, bf16, 4096, True, True, False)),
+            ("… weight offset", NormCall(device, bf16, 4096, True, True, True)),
+        ],
+        "rotary_embedding": [("bf16 d128", RotaryCall(device, bf16, 128, 128, False))],
+        "gated_activation": [("bf16 silu", ActivationCall(device, bf16, "silu"))],
+        **{
+            name: [("any", SamplingCall(device))]
+            for name in ("sample", "top_logprobs", "token_ranks")
+        },
+    }
