@@ -1,0 +1,83 @@
+"""Rooftile runs Transformers at the roofline of the machine they are on.
+
+Every name is loaded when it is first used: `import rooftile` alone imports neither torch nor an
+engine, and an operator does not bring the engine with it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftile.engine.async_llm import AsyncLLM as AsyncLLM
+    from rooftile.engine.llm import LLM as LLM
+    from rooftile.engine.outputs import RequestOutput as RequestOutput
+    from rooftile.engine.params import SamplingParams as SamplingParams
+    from rooftile.ops import append_kv as append_kv
+    from rooftile.ops import attention as attention
+    from rooftile.ops import attention_varlen as attention_varlen
+    from rooftile.ops import gelu_and_mul as gelu_and_mul
+    from rooftile.ops import linear as linear
+    from rooftile.ops import merge_attention_states as merge_attention_states
+    from rooftile.ops import pack as pack
+    from rooftile.ops import paged_attention as paged_attention
+    from rooftile.ops import rms_norm as rms_norm
+    from rooftile.ops import rotary_embedding as rotary_embedding
+    from rooftile.ops import rotary_table as rotary_table
+    from rooftile.ops import sample as sample
+    from rooftile.ops import silu_and_mul as silu_and_mul
+    from rooftile.ops import token_ranks as token_ranks
+    from rooftile.ops import top_logprobs as top_logprobs
+    from rooftile.ops import unpack as unpack
+    from rooftile.types import KVSpec as KVSpec
+    from rooftile.types import PackedWeight as PackedWeight
+    from rooftile.types import PagedBatch as PagedBatch
+
+    __version__: str
+
+OPERATORS = (
+    "append_kv",
+    "attention",
+    "attention_varlen",
+    "gelu_and_mul",
+    "linear",
+    "merge_attention_states",
+    "pack",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "rotary_table",
+    "sample",
+    "silu_and_mul",
+    "token_ranks",
+    "top_logprobs",
+    "unpack",
+)
+MODULES = {
+    **dict.fromkeys(OPERATORS, "rooftile.ops"),
+    "AsyncLLM": "rooftile.engine.async_llm",
+    "KVSpec": "rooftile.types",
+    "LLM": "rooftile.engine.llm",
+    "PackedWeight": "rooftile.types",
+    "PagedBatch": "rooftile.types",
+    "RequestOutput": "rooftile.engine.outputs",
+    "SamplingParams": "rooftile.engine.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("rooftile")
+    elif name in MODULES:
+        value = getattr(import_module(MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'rooftile' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES, "__version__"})

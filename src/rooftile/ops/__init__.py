@@ -1,1 +1,54 @@
+"""Operators: functional, differentiable where said, `torch.compile`-able. Needs torch only."""
 
+from rooftile.ops.activation import gelu_and_mul, silu_and_mul
+from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
+from rooftile.ops.merge import merge_attention_states
+from rooftile.ops.norm import rms_norm
+from rooftile.ops.operator import OPERATORS
+from rooftile.ops.paged import append_kv, paged_attention
+from rooftile.ops.rope import rotary_embedding
+from rooftile.ops.rotary_table import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryConfig,
+    YarnScaling,
+    rotary_table,
+)
+from rooftile.ops.sampling import (
+    SampleOutput,
+    SamplingTensors,
+    sample,
+    token_ranks,
+    top_logprobs,
+)
+
+__all__ = [
+    "FORMATS",
+    "OPERATORS",
+    "DynamicScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "RotaryConfig",
+    "SampleOutput",
+    "SamplingTensors",
+    "YarnScaling",
+    "append_kv",
+    "attention",
+    "attention_varlen",
+    "best_format",
+    "gelu_and_mul",
+    "linear",
+    "merge_attention_states",
+    "pack",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "rotary_table",
+    "sample",
+    "silu_and_mul",
+    "token_ranks",
+    "top_logprobs",
+    "unpack",
+]
