@@ -1,0 +1,187 @@
+"""The asynchronous face of the engine: many clients on one event loop, the engine on its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from rooftile.engine.build import build_engine
+from rooftile.engine.config import EngineConfig
+from rooftile.engine.frontend import Frontend
+from rooftile.engine.loop import EngineThread, FromEngine
+from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown
+from rooftile.engine.outputs import EngineStats, RequestOutput
+from rooftile.engine.params import SamplingParams
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's loop ended on an error; the message holds its traceback."""
+
+
+class AsyncLLM:
+    """A model with its engine on a thread of its own; it speaks with it by messages only.
+
+    Same arguments and errors as `LLM`. Use it from one event loop; `shutdown()` when done, or use it
+    as an async context manager.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        on_progress: Callable[[str, float], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig.build(model, **options)
+        loaded, core = build_engine(self.config, on_progress)
+        self.model_name = loaded.name
+        self.tokenizer = loaded.tokenizer
+        self.limits = core.limits
+        self._frontend = Frontend(loaded.tokenizer, core.limits)
+        self._ids = map(str, itertools.count())
+        self._changed: dict[str, asyncio.Event] = {}
+        self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._death: str | None = None
+        self._engine = EngineThread(core, self._post)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: Hashable = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the same, growing RequestOutput whenever it changed, until it is finished.
+
+        Leaving the iteration early, or cancelling its task, aborts the request.
+        """
+        output = self.add_request(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        async for news in self.follow(output):
+            yield news
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: Hashable = None,
+    ) -> RequestOutput:
+        """Queue a request; its output grows by itself, `follow` waits for news of it.
+
+        Requests share cached prefixes only under an equal cache_salt.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot run, or an id in use.
+            EngineDeadError: the engine has ended.
+        """
+        self._require_alive()
+        self._loop = asyncio.get_running_loop()
+        params = params or SamplingParams()
+        text, prompt_ids = self._frontend.encode(prompt)
+        self._frontend.check(prompt_ids, params)
+        request_id = next(self._ids) if request_id is None else request_id
+        if request_id in self._changed:
+            raise ValueError(f"request id {request_id!r} is in use; choose another")
+        output = self._frontend.open(request_id, text, prompt_ids, params)
+        self._changed[request_id] = asyncio.Event()
+        self._engine.send(AddRequest(request_id, prompt_ids, params, cache_salt))
+        return output
+
+    async def follow(self, output: RequestOutput) -> AsyncIterator[RequestOutput]:
+        """Yield `output` whenever it changed. Leaving early aborts the request."""
+        changed = self._changed.get(output.request_id)
+        if changed is None:  # it is finished already
+            yield output
+            return
+        try:
+            while not output.finished:
+                await changed.wait()
+                changed.clear()
+                if not output.finished:
+                    self._require_alive()
+                yield output
+        finally:
+            self.abort(output.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; what is unfinished gets finish_reason "abort". Idempotent."""
+        changed = self._changed.pop(request_id, None)
+        if changed is None:
+            return
+        self._frontend.abort(request_id)
+        self._engine.send(Finish(request_id))
+        changed.set()
+
+    async def stats(self) -> EngineStats:
+        self._require_alive()
+        self._loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._stats_waiters.append(waiter)
+        self._engine.send(AskStats())
+        return await waiter
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the model's answer."""
+        return self._frontend.render_chat(messages, **template_options)
+
+    def shutdown(self) -> None:
+        """Abort every request and end the engine's thread. Idempotent."""
+        for request_id in list(self._changed):
+            self.abort(request_id)
+        self._engine.send(Shutdown())
+        self._engine.join()
+        self._death = self._death or "the engine was shut down"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _post(self, news: FromEngine) -> None:
+        """On the engine's thread: hand the news to the event loop, which may be gone by now."""
+        if self._loop is None or self._loop.is_closed():
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._receive, news)
+        except RuntimeError:  # the loop closed since
+            return
+
+    def _receive(self, news: FromEngine) -> None:
+        match news:
+            case EngineDied(error):
+                self._death = error
+                for changed in self._changed.values():
+                    changed.set()
+                for waiter in self._stats_waiters:
+                    waiter.set_exception(EngineDeadError(error))
+                self._stats_waiters.clear()
+            case EngineStats():
+                waiter = self._stats_waiters.pop(0)
+                if not waiter.done():  # its task may have been cancelled
+                    waiter.set_result(news)
+            case _:
+                for delta in news:
+                    output, stopped = self._frontend.apply(delta)
+                    if stopped:
+                        self._engine.send(Finish(delta.request_id, delta.index))
+                    event = self._changed.get(delta.request_id)
+                    if output is not None and event is not None:
+                        if output.finished:
+                            del self._changed[delta.request_id]
+                        event.set()

@@ -1,0 +1,61 @@
+"""From a configuration to a running core: load the model, size the KV memory, wire the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rooftile.engine.config import EngineConfig
+from rooftile.engine.core import EngineCore, Limits
+from rooftile.engine.memory import free_memory_bytes, pages_that_fit
+from rooftile.engine.runner import Runner
+from rooftile.kvcache.cache import KVCache
+from rooftile.kvcache.spec import group_layers
+from rooftile.kvcache.storage import KVStorage
+from rooftile.models.loader import LoadedModel, load_model
+
+
+def build_engine(
+    config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+) -> tuple[LoadedModel, EngineCore]:
+    device = torch.device("cpu")
+    model = load_model(
+        config.model,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        device=device,
+        random_weights=config.random_weights,
+        seed=config.seed,
+        max_model_len=config.max_model_len,
+        on_progress=on_progress,
+    )
+    limit = model.config.max_position
+    max_model_len = config.max_model_len or limit
+    if max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; {model.name} goes up to {limit} tokens"
+        )
+    groups = group_layers(model.decoder.kv_specs)
+    num_pages = config.num_pages or pages_that_fit(
+        groups,
+        config.page_size,
+        int(free_memory_bytes() * config.kv_memory_share),
+        most_tokens=config.max_num_seqs * max_model_len,
+    )
+    pages = [num_pages] * len(groups)
+    runner = Runner(
+        model.decoder,
+        KVStorage(groups, pages, config.page_size, device),
+        page_size=config.page_size,
+        max_rows=config.max_num_seqs,
+        max_pages_per_row=-(-max_model_len // config.page_size),
+        device=device,
+    )
+    cache = KVCache(len(groups), pages, config.page_size, config.prefix_cache)
+    limits = Limits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        kv_tokens=num_pages * config.page_size,
+        max_num_seqs=config.max_num_seqs,
+    )
+    return model, EngineCore(config, runner, cache, limits, model.eos_token_ids)

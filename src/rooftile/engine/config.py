@@ -1,0 +1,71 @@
+"""Settings of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of the engine, checked on construction.
+
+    dtype: of weights and KV; "auto" is bfloat16 where the machine computes fast in it.
+    page_size: tokens a KV page, a power of two from 1 to 256.
+    max_num_batched_tokens: token budget of one step; longer prompts are prefilled in chunks.
+    max_num_seqs: sequences (requests x n) that run at once.
+    max_model_len: longest prompt plus output; None: the model's own limit.
+    num_pages: pages of KV memory per KV group; None: as many as `kv_memory_share` of the memory
+        that is free after loading holds, at most what max_num_seqs sequences can use.
+    prefix_cache: keep the KV of finished requests for prompts that begin alike.
+    random_weights: build the architecture of a config with random weights (for measurements).
+    pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    page_size: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    num_pages: int | None = None
+    kv_memory_share: float = 0.3
+    prefix_cache: bool = True
+    random_weights: bool = False
+    seed: int = 0
+    pipeline_depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device is {self.device!r}; the engine runs on {', '.join(DEVICES)}")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_pages"):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_pages"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            raise ValueError(
+                f"page_size is {self.page_size!r}; choose a power of two from 1 to 256"
+            )
+        if not 0 < self.kv_memory_share < 1:
+            raise ValueError(f"kv_memory_share is {self.kv_memory_share}; it lies between 0 and 1")
+        if self.pipeline_depth not in (1, 2):
+            raise ValueError(f"pipeline_depth is {self.pipeline_depth}; it is 1 or 2")
+
+    @classmethod
+    def build(cls, model: str, **options: Any) -> EngineConfig:
+        """Like the constructor, but an unknown option is a ValueError that lists the known ones."""
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"unknown engine option {name!r}; the options are {', '.join(known)}"
+                )
+        return cls(model, **options)

@@ -1,0 +1,257 @@
+"""The engine's loop over token ids: schedule, run, sample, collect. It knows no text."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from rooftile.engine.config import EngineConfig
+from rooftile.engine.outputs import EngineStats, FinishReason, TokenLogprobs
+from rooftile.engine.params import SamplingParams
+from rooftile.engine.request import Request, Sequence
+from rooftile.engine.runner import Runner
+from rooftile.engine.scheduler import ScheduledStep, Scheduler
+from rooftile.engine.step import StepOutput
+from rooftile.kvcache.cache import KVCache
+
+
+@dataclass(frozen=True)
+class SequenceDelta:
+    """News of one sequence: a message from the engine's loop to whoever makes text of it."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must respect; checked before the engine's loop ever sees it."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int  # of the smallest KV group
+    max_num_seqs: int
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Refuse what can never run.
+
+        Raises:
+            ValueError: an empty or too long prompt, a token id outside the vocabulary, n too large.
+        """
+        if not prompt_ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        for token in prompt_ids:
+            if (
+                not isinstance(token, int)
+                or isinstance(token, bool)
+                or not (0 <= token < self.vocab_size)
+            ):
+                raise ValueError(
+                    f"prompt token id {token!r} is outside the vocabulary 0..{self.vocab_size - 1}"
+                )
+        length = len(prompt_ids)
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; with max_model_len {self.max_model_len} it may "
+                f"have at most {self.max_model_len - 1}, which leaves room for one new token"
+            )
+        if length > self.kv_tokens:
+            raise ValueError(
+                f"the prompt has {length} tokens, but all KV memory holds {self.kv_tokens}; "
+                f"raise num_pages or kv_memory_share"
+            )
+        if params.n > self.max_num_seqs:
+            raise ValueError(f"n is {params.n}; the engine runs max_num_seqs {self.max_num_seqs}")
+        params.check_vocabulary(self.vocab_size)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    plan: ScheduledStep
+    result: Callable[[], StepOutput]
+
+
+class EngineCore:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        cache: KVCache,
+        limits: Limits,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._cache = cache
+        self._scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
+        self._eos_token_ids = eos_token_ids
+        self._depth = config.pipeline_depth
+        self._in_flight: deque[InFlight] = deque()
+        self._requests: dict[str, Request] = {}
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._seeds = random.Random(config.seed)
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        cache_salt: Hashable = None,
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: what `Limits.check` refuses, or an id that is in use.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; choose another")
+        self.limits.check(prompt_ids, params)
+        longest = self.limits.max_model_len - len(prompt_ids)
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        request = Request(
+            request_id,
+            self._num_arrivals,
+            prompt_ids,
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_new_tokens=min(longest, params.max_tokens or longest),
+            stop_token_ids=eos | frozenset(params.stop_token_ids),
+            cache_root=cache_salt,
+        )
+        self._num_arrivals += 1
+        self._prompt_tokens += len(prompt_ids)
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def finish(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences, from outside (abort, stop string). Idempotent."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for sequence in request.sequences if index is None else [request.sequences[index]]:
+            if not sequence.finished:
+                self._finish(sequence, "abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._in_flight)
+
+    def reset_prefix_cache(self) -> None:
+        self._cache.reset_prefix()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            kv=self._cache.stats(),
+            kv_tokens=self.limits.kv_tokens,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_steps=self._num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> list[SequenceDelta]:
+        """Launch a step if one can run, and collect the oldest when the pipeline is full."""
+        launched = False
+        if len(self._in_flight) < self._depth and self._scheduler.has_unfinished:
+            plan = self._scheduler.schedule(self._num_steps)
+            if plan is not None:
+                launched = True
+                self._num_steps += 1
+                try:
+                    result = self._runner.launch(plan.input)
+                except Exception as error:
+                    return self._fail(plan, error)
+                self._in_flight.append(InFlight(plan, result))
+        if self._in_flight and (not launched or len(self._in_flight) == self._depth):
+            return self._collect(self._in_flight.popleft())
+        if not launched and self._scheduler.has_unfinished:
+            # Alone and out of pages: it ends with what it has, so that the engine never stands still.
+            sequence = self._scheduler.stuck_sequence()
+            return [self._finish(sequence, "length")]
+        return []
+
+    def _collect(self, flight: InFlight) -> list[SequenceDelta]:
+        plan = flight.plan
+        try:
+            output = flight.result()
+        except Exception as error:
+            return self._fail(plan, error)
+        # Before anything is released: only ready pages stay cached.
+        self._cache.complete(plan.input.step)
+        for request in plan.requests:
+            request.suspect = False
+        deltas = []
+        for sequence, token, logprobs in zip(
+            plan.sampled, output.token_ids, output.logprobs, strict=True
+        ):
+            sequence.num_pending -= 1
+            if not sequence.finished:  # else an overrun past a stop, which is dropped
+                deltas.append(self._append(sequence, token, logprobs))
+        return deltas
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
+    ) -> SequenceDelta:
+        request = sequence.request
+        if token < 0:
+            message = "the model gave logits that are not finite (NaN or infinite)"
+            return self._finish(sequence, "error", error=message)
+        sequence.token_ids.append(token)
+        self._generation_tokens += 1
+        news: dict[str, object] = {"token_ids": (token,), "logprobs": (logprobs,)}
+        if token in request.stop_token_ids:
+            return self._finish(sequence, "stop", stop_token_id=token, **news)
+        if len(sequence.output_ids) == request.max_new_tokens:
+            return self._finish(sequence, "length", **news)
+        return self._delta(sequence, **news)
+
+    def _delta(self, sequence: Sequence, **news: object) -> SequenceDelta:
+        request = sequence.request
+        return SequenceDelta(
+            request.request_id,
+            sequence.index,
+            finish_reason=sequence.finish_reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            **news,  # type: ignore[arg-type]
+        )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, **news: object) -> SequenceDelta:
+        self._scheduler.finish(sequence, reason)
+        if sequence.request.finished:
+            del self._requests[sequence.request.request_id]
+        return self._delta(sequence, **news)
+
+    def _fail(self, plan: ScheduledStep, error: Exception) -> list[SequenceDelta]:
+        """A step raised. Steps after it read what it should have written, so they go too."""
+        later = [
+            flight.plan for flight in self._in_flight if flight.plan.input.step > plan.input.step
+        ]
+        self._in_flight = deque(f for f in self._in_flight if f.plan not in later)
+        for failed in reversed(later):
+            self._scheduler.fail(failed)
+        requests = self._scheduler.fail(plan)
+        if len(requests) != 1:
+            return []  # each of them is tried again, alone
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return [
+            self._finish(sequence, "error", error=message)
+            for sequence in requests[0].sequences
+            if not sequence.finished
+        ]

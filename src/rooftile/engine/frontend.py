@@ -1,0 +1,177 @@
+"""From prompts to token ids, and from the engine's deltas to texts: everything about strings.
+
+It runs on the caller's side (LLM's own thread, AsyncLLM's event loop), never on the engine's loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any
+
+from rooftile.engine.core import Limits, SequenceDelta
+from rooftile.engine.detokenizer import IncrementalDecoder, StopStrings
+from rooftile.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from rooftile.engine.params import SamplingParams
+from rooftile.models.tokenizer import Tokenizer
+
+
+class TextState:
+    """The growing text of one continuation."""
+
+    def __init__(
+        self,
+        output: CompletionOutput,
+        params: SamplingParams,
+        decoder: IncrementalDecoder | None,
+    ) -> None:
+        self.output = output
+        self._params = params
+        self._decoder = decoder
+        self._stops = StopStrings(params.stop_strings)
+        self._text = ""  # all of it; output.text may lag behind, never ahead of a possible stop
+
+    def apply(self, delta: SequenceDelta) -> bool:
+        """Take the delta in; True if a stop string ended the text (the engine must be told)."""
+        output = self.output
+        new_from = len(self._text)
+        for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
+            output.token_ids.append(token)
+            if logprobs is not None:
+                output.logprobs = [*(output.logprobs or []), logprobs]
+                output.cumulative_logprob += logprobs.logprob
+            if token != delta.stop_token_id and self._decoder is not None:
+                self._text += self._decoder.push(token)
+        if delta.finish_reason is not None and self._decoder is not None:
+            self._text += self._decoder.flush()
+        output.finish_reason = delta.finish_reason
+        output.error = delta.error
+        if delta.stop_token_id in self._params.stop_token_ids:
+            output.stop_reason = delta.stop_token_id
+        found = None
+        if len(output.token_ids) >= self._params.min_tokens:
+            found = self._stops.find(self._text, new_from)
+        if found is not None:
+            at, output.stop_reason = found
+            output.text = self._text = self._text[:at]
+            output.finish_reason = "stop"
+            return delta.finish_reason is None
+        finished = output.finish_reason is not None
+        output.text = self._text[: None if finished else self._stops.safe_length(self._text)]
+        return False
+
+
+class RequestState:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.output = RequestOutput(
+            request_id,
+            prompt,
+            prompt_ids,
+            [CompletionOutput(i) for i in range(params.n)],
+            RequestMetrics(arrival=time.monotonic()),
+        )
+        if params.logprobs is not None:
+            for completion in self.output.outputs:
+                completion.logprobs = []
+
+        def decode(ids: Sequence[int]) -> str:
+            assert tokenizer is not None
+            return tokenizer.decode(list(ids), skip_special_tokens=params.skip_special_tokens)
+
+        self.texts = [
+            TextState(
+                completion,
+                params,
+                None if tokenizer is None else IncrementalDecoder(decode, prompt_ids),
+            )
+            for completion in self.output.outputs
+        ]
+
+
+class Frontend:
+    """Keeps the text state of every open request."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._open: dict[str, RequestState] = {}
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """(text or None, token ids).
+
+        Raises:
+            ValueError: text without a tokenizer, text that is not valid Unicode, wrong types.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer; give the prompt as token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"the prompt is not valid Unicode text: {error}") from None
+            return prompt, self.tokenizer.encode(prompt)
+        try:
+            return None, [index(token) for token in prompt]
+        except TypeError:
+            raise ValueError(
+                f"a prompt is a string or a list of token ids, not {prompt!r:.80}"
+            ) from None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The token ids of a conversation, through the model's own chat template.
+
+        Raises:
+            ValueError: no tokenizer or template, or the template refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it cannot chat")
+        text = self.tokenizer.render_chat(messages, **options)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        self.limits.check(prompt_ids, params)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this model does not have")
+
+    def open(
+        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams
+    ) -> RequestOutput:
+        state = RequestState(request_id, prompt, prompt_ids, params, self.tokenizer)
+        self._open[request_id] = state
+        return state.output
+
+    def apply(self, delta: SequenceDelta) -> tuple[RequestOutput | None, bool]:
+        """The request that changed, and whether the engine must be told to stop this sequence."""
+        state = self._open.get(delta.request_id)
+        if state is None or state.output.outputs[delta.index].finished:
+            return None, False
+        output = state.output
+        now = time.monotonic()
+        if delta.token_ids and output.metrics.first_token is None:
+            output.metrics.first_token = now
+        output.num_cached_tokens = delta.num_cached_tokens
+        stopped = state.texts[delta.index].apply(delta)
+        if output.finished:
+            self._close(delta.request_id, now)
+        return output, stopped
+
+    def abort(self, request_id: str) -> None:
+        """Mark what is unfinished as aborted, and forget the request. Idempotent."""
+        state = self._open.get(request_id)
+        if state is None:
+            return
+        for completion in state.output.outputs:
+            if not completion.finished:
+                completion.finish_reason = "abort"
+        self._close(request_id, time.monotonic())
+
+    def _close(self, request_id: str, now: float) -> None:
+        self._open.pop(request_id).output.metrics.finished = now

@@ -1,0 +1,44 @@
+"""What a client of the engine's loop sends; it answers with `SequenceDelta`s. Plain, picklable data."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from rooftile.engine.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class AddRequest:
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    cache_salt: Hashable = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End a request, or one of its sequences (index)."""
+
+    request_id: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class AskStats:
+    """Answered with `EngineStats`."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """End the loop; open requests are dropped."""
+
+
+@dataclass(frozen=True)
+class EngineDied:
+    """The loop ended on an error; nothing will be answered any more."""
+
+    error: str
+
+
+ToEngine = AddRequest | Finish | AskStats | Shutdown

@@ -1,0 +1,156 @@
+"""What a user asks of one request: how to sample, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one request. Every field is checked on construction.
+
+    n: continuations of the same prompt; their prompt's pages are shared.
+    temperature: 0 is greedy (exact argmax, the lowest id on ties).
+    top_p, top_k, min_p: keep the smallest set of mass top_p, the top_k likeliest (0: all), those
+        with at least min_p times the largest probability. Applied in the order top_k, top_p, min_p.
+    repetition_penalty: over prompt and output tokens; presence_penalty and frequency_penalty: over
+        output tokens.
+    logit_bias: token id -> added to its logit.
+    seed: same seed, same text; None draws one. Samples of one request always differ.
+    max_tokens: at most so many new tokens; None: until the model's length is reached.
+    min_tokens: no stop (token or string) before so many new tokens.
+    stop: strings that end the text and are cut from it. stop_token_ids: tokens that end it.
+    ignore_eos: do not stop at the model's end-of-sequence tokens.
+    logprobs: with each token, its log-probability and that of the k likeliest (0: only its own),
+        from the unmodified distribution of the model.
+    skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a value outside its range; the message names it and the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _whole("top_k", self.top_k, 0, hint="0 keeps every token")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0)
+        for flag in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ValueError(f"{flag} is {getattr(self, flag)!r}; it must be True or False")
+        self._normalise("stop", _stop_strings(self.stop))
+        self._normalise("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._normalise("logit_bias", _logit_bias(self.logit_bias))
+
+    def _normalise(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop or ()  # type: ignore[return-value]  # normalised to a tuple above
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids and counts that the model's vocabulary does not have."""
+        for field, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
+            for token in ids or ():
+                if token >= vocab_size:
+                    raise ValueError(
+                        f"{field} has token id {token}; the vocabulary ends at {vocab_size - 1}"
+                    )
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ValueError(f"logprobs is {self.logprobs}; the vocabulary has {vocab_size} tokens")
+
+
+def _whole(
+    name: str, value: Any, low: int, high: int | None = None, hint: str | None = None
+) -> None:
+    # bool is an int in Python, but n=True is a mistake.
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        extra = f" ({hint})" if hint else ""
+        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}{extra}")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float = math.inf, low_open: bool = False
+) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value > high or value < low or (low_open and value == low):
+        above = f"above {low:g}" if low_open else f"at least {low:g}"
+        limit = above if high == math.inf else f"{above} and at most {high:g}"
+        raise ValueError(f"{name} is {value!r}; it must be a finite number {limit}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(
+                f"stop has {string!r}; it must be a non-empty string or a list of them"
+            )
+    return strings
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    for token in ids:
+        _whole(f"{name} entry", token, 0)
+    return tuple(ids)
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias is {bias!r}; it must map token ids to numbers")
+    for token, value in bias.items():
+        _whole("logit_bias key", token, 0)
+        _number(f"logit_bias[{token}]", value, -100.0, 100.0)
+    return dict(bias)

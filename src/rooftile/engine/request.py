@@ -1,0 +1,84 @@
+"""A request and its sequences, as the scheduler sees them: counts, pages, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from rooftile.engine.outputs import FinishReason
+from rooftile.engine.params import SamplingParams
+from rooftile.kvcache.page_table import PageTable
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation of a request.
+
+    `token_ids` are the tokens whose values the host knows; `num_pending` more are being computed
+    by steps in flight. `num_computed` tokens have their KV written, or will by a step in flight.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    num_pending: int = 0
+    num_computed: int = 0
+    table: PageTable | None = None
+    row: int | None = None
+    row_started: bool = False  # the runner knows this row's sampling state
+    pages_sent: list[list[int]] = field(default_factory=list)  # the runner's copy of the page table
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step can take it further: not finished, and allowed one more token."""
+        return not self.finished and self.num_generated < self.request.max_new_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    arrival_index: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    cache_root: Hashable
+    sequences: list[Sequence] = field(init=False)
+    forked: bool = False  # the prompt was computed, and every sequence has gone its own way
+    suspect: bool = False  # was in a failed step; runs alone until a step succeeds
+    num_cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, i, list(self.prompt_ids)) for i in range(self.params.n)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def schedulable(self) -> list[Sequence]:
+        """Until the prompt is computed the first sequence stands for all of them."""
+        sequences = [sequence for sequence in self.sequences if sequence.has_work]
+        return sequences if self.forked else sequences[:1]

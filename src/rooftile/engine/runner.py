@@ -1,0 +1,109 @@
+"""Runs one step on one device: applies the deltas, one mixed forward pass, one call of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rooftile.engine.sampler import Sampler
+from rooftile.engine.step import StepEntry, StepInput, StepOutput
+from rooftile.kvcache.storage import KVStorage
+from rooftile.layers.attention import LayerKV
+from rooftile.models.decoder import Decoder
+from rooftile.types import PagedBatch
+
+
+class Runner:
+    """Owns what a sequence keeps on the device between steps, by stable row: its last token, its
+    page-table row in each KV group, and its sampling state.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        *,
+        page_size: int,
+        max_rows: int,
+        max_pages_per_row: int,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._storage = storage
+        self._page_size = page_size
+        self._device = device
+        self._last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._page_tables = [
+            torch.zeros(max_rows, max_pages_per_row, dtype=torch.int32, device=device)
+            for _ in storage.groups
+        ]
+        self._sampler = Sampler(max_rows, decoder.config.vocab_size, device)
+
+    def launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        """Start a step; the returned function waits for its tokens. On a CPU it has run by then."""
+        with torch.inference_mode():
+            output = self._run(step)
+        return lambda: output
+
+    def _run(self, step: StepInput) -> StepOutput:
+        for start in step.starts:
+            self._sampler.start(start)
+        for update in step.page_updates:
+            pages = torch.tensor(update.pages, dtype=torch.int32, device=self._device)
+            end = update.start + len(update.pages)
+            self._page_tables[update.group][update.row, update.start : end] = pages
+        self._storage.copy_pages(step.copies)
+        hidden, cu_seqlens_q = self._forward(step.entries)
+        if not step.samples:
+            return StepOutput([], [])
+        last = cu_seqlens_q[1:].to(torch.int64) - 1
+        entries = torch.tensor([sample.entry for sample in step.samples], device=self._device)
+        logits = self._decoder.logits(hidden[last[entries]])
+        tokens, output = self._sampler.sample(logits, step.samples)
+        rows = torch.tensor([sample.row for sample in step.samples], device=self._device)
+        self._last_token[rows] = tokens
+        return output
+
+    def _forward(self, entries: list[StepEntry]) -> tuple[Tensor, Tensor]:
+        """Hidden states [tokens, hidden] of the step's tokens, and cu_seqlens_q [batch + 1]."""
+        device = self._device
+        rows = torch.tensor([entry.row for entry in entries], device=device)
+        q_lens = torch.tensor([len(entry.token_ids) for entry in entries], device=device)
+        first = torch.tensor([entry.first for entry in entries], device=device)
+        write_from = torch.tensor([entry.write_from for entry in entries], device=device)
+        token_ids = torch.tensor([t for entry in entries for t in entry.token_ids], device=device)
+
+        cu_seqlens_q = torch.zeros(len(entries) + 1, dtype=torch.int32, device=device)
+        torch.cumsum(q_lens, 0, out=cu_seqlens_q[1:])
+        of_token = torch.repeat_interleave(
+            torch.arange(len(entries), device=device), q_lens, output_size=len(token_ids)
+        )
+        offset = torch.arange(len(token_ids), device=device) - cu_seqlens_q[of_token]
+        positions = first[of_token] + offset
+        token_ids = torch.where(token_ids < 0, self._last_token[rows[of_token]], token_ids)
+
+        kv_lens = (first + q_lens).to(torch.int32)
+        page = positions // self._page_size
+        in_page = positions % self._page_size
+        shared = positions < write_from[of_token]  # its KV is there, in a page of others too
+        by_group = []
+        max_kv_len = max(entry.first + len(entry.token_ids) for entry in entries)
+        max_pages = -(-max_kv_len // self._page_size)
+        for table in self._page_tables:
+            batch = PagedBatch(
+                cu_seqlens_q,
+                kv_lens,
+                table[rows, :max_pages],
+                max_q_len=max(len(entry.token_ids) for entry in entries),
+                max_kv_len=max_kv_len,
+            )
+            slots = table[rows[of_token], page].to(torch.int64) * self._page_size + in_page
+            by_group.append((batch, slots.masked_fill(shared, -1)))
+        kv: list[LayerKV | None] = [None] * len(self._decoder.kv_specs)
+        for group, (batch, slots) in zip(self._storage.groups, by_group, strict=True):
+            for layer in group.layers:
+                kv[layer] = LayerKV(*self._storage.layer(layer), slots, batch)
+        hidden = self._decoder.forward(token_ids, positions, [layer for layer in kv if layer])
+        return hidden, cu_seqlens_q

@@ -1,0 +1,267 @@
+"""Which tokens run in the next step. Works on counts and never waits for a token's value."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from rooftile.engine.outputs import FinishReason
+from rooftile.engine.request import Request, Sequence
+from rooftile.engine.step import PageUpdate, RowStart, SampleSlot, StepEntry, StepInput
+from rooftile.kvcache.cache import KVCache
+from rooftile.kvcache.pool import OutOfPages
+
+
+@dataclass
+class ScheduledStep:
+    """A step's input, and whose it is: one sequence an entry, one a sample slot."""
+
+    input: StepInput
+    scheduled: list[Sequence] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Request]:
+        return list(dict.fromkeys(sequence.request for sequence in self.scheduled))
+
+
+class Scheduler:
+    """First come, first served, over a token budget, without separate prefill and decode phases.
+
+    Out of pages, a request takes them from the latest one behind it, which is preempted whole and
+    recomputed later; where there is none behind it, it stalls until pages come free.
+    """
+
+    def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # by arrival
+        self.running: OrderedDict[Request, None] = OrderedDict()  # by arrival
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting[request] = None
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self, step: int) -> ScheduledStep | None:
+        """The next step, or None where nothing can run before something in flight completes."""
+        plan = ScheduledStep(StepInput(step))
+        if self._schedule_suspect(plan):
+            return plan
+        stalled = False
+        for request in list(self.running):
+            if request in self.running and not request.suspect:  # not preempted just now
+                stalled |= not self._schedule_request(plan, request)
+        if not stalled:
+            self._admit_waiting(plan)
+        return plan if plan.scheduled else None
+
+    def _schedule_suspect(self, plan: ScheduledStep) -> bool:
+        """A request from a failed step runs alone, so that a second failure is its own."""
+        for request in [*self.running, *self.waiting]:
+            if request.suspect:
+                if request in self.running or self._take_rows(request):
+                    self._schedule_request(plan, request)
+                return bool(plan.scheduled)
+        return False
+
+    def _admit_waiting(self, plan: ScheduledStep) -> None:
+        while self.waiting and plan.input.num_tokens < self.max_num_batched_tokens:
+            request = next(iter(self.waiting))
+            if request.suspect or not self._take_rows(request):
+                return
+            if not self._schedule_request(plan, request):
+                if request not in (s.request for s in plan.scheduled):
+                    self._preempt(request, counted=False)
+                return
+
+    def _take_rows(self, request: Request) -> bool:
+        """Move a waiting request to the running ones, if its rows and token values are there."""
+        sequences = [s for s in request.sequences if not s.finished]
+        if len(sequences) > len(self.free_rows) or any(s.num_pending for s in sequences):
+            return False
+        for sequence in sequences:
+            sequence.row = self.free_rows.pop()
+        del self.waiting[request]
+        self.running[request] = None
+        return True
+
+    def _schedule_request(self, plan: ScheduledStep, request: Request) -> bool:
+        """Schedule what the budget allows; False if some sequence found no pages."""
+        enough = True
+        for sequence in request.schedulable:
+            budget = self.max_num_batched_tokens - plan.input.num_tokens
+            if budget == 0:
+                break
+            enough &= self._schedule_sequence(plan, sequence, budget)
+        return enough
+
+    def _schedule_sequence(self, plan: ScheduledStep, sequence: Sequence, budget: int) -> bool:
+        admitted = sequence.table is None
+        if admitted:
+            self._admit(sequence)
+        elif sequence.num_tokens - sequence.num_computed > 1:
+            self._adopt_published(sequence)
+        table = sequence.table
+        assert table is not None
+        first = sequence.num_computed
+        end = min(sequence.num_tokens, first + budget)
+        write_from = table.num_tokens
+        while True:
+            try:
+                copies = self.cache.extend(table, end)
+                break
+            except OutOfPages:
+                if not self._preempt_behind(sequence.request):
+                    if admitted:  # it holds shared pages only; others may need them
+                        self._release(sequence)
+                    return False
+        plan.input.copies += copies
+        self.cache.publish(table, sequence.token_ids, plan.input.step)
+        known = sequence.token_ids[first:end]
+        unknown = [-1] * (end - first - len(known))
+        self._start_row(plan, sequence)
+        self._send_pages(plan, sequence)
+        assert sequence.row is not None
+        plan.input.entries.append(StepEntry(sequence.row, first, known + unknown, write_from))
+        plan.scheduled.append(sequence)
+        sequence.num_computed = end
+        if end == sequence.num_tokens:
+            self._sample(plan, sequence)
+        return True
+
+    def _admit(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.table = self.cache.admit(sequence.token_ids, request.cache_root)
+        # The last token is always computed, since its logits are needed.
+        sequence.num_computed = min(sequence.table.num_tokens, sequence.num_tokens - 1)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_computed
+
+    def _adopt_published(self, sequence: Sequence) -> None:
+        """In mid-prefill: take over pages that another request has computed meanwhile."""
+        table = sequence.table
+        assert table is not None
+        if table.num_tokens == sequence.num_computed and self.cache.match_more(
+            table, sequence.token_ids
+        ):
+            sequence.num_computed = min(table.num_tokens, sequence.num_tokens - 1)
+
+    def _sample(self, plan: ScheduledStep, sequence: Sequence) -> None:
+        request = sequence.request
+        entry = len(plan.input.entries) - 1
+        targets = [sequence]
+        if not request.forked:
+            request.forked = True
+            siblings = [s for s in request.sequences if s is not sequence and not s.finished]
+            targets += siblings
+            assert sequence.table is not None
+            for sibling in siblings:
+                sibling.table = self.cache.fork(sequence.table)
+                sibling.num_computed = sequence.num_computed
+                self._start_row(plan, sibling)
+                self._send_pages(plan, sibling)
+        for target in targets:
+            assert target.row is not None
+            plan.input.samples.append(SampleSlot(entry, target.row, target.num_generated))
+            plan.sampled.append(target)
+            target.num_pending += 1
+
+    def _start_row(self, plan: ScheduledStep, sequence: Sequence) -> None:
+        if sequence.row_started:
+            return
+        sequence.row_started = True
+        request = sequence.request
+        assert sequence.row is not None
+        counted = request.params.counts_tokens
+        plan.input.starts.append(
+            RowStart(
+                sequence.row,
+                request.params,
+                request.seed,
+                sequence.index,
+                request.stop_token_ids,
+                tuple(request.prompt_ids) if counted else (),
+                tuple(sequence.output_ids) if counted else (),
+            )
+        )
+
+    def _send_pages(self, plan: ScheduledStep, sequence: Sequence) -> None:
+        """Send what changed in the page table: new pages, or a last page copied on write."""
+        assert sequence.table is not None
+        assert sequence.row is not None
+        if not sequence.pages_sent:
+            sequence.pages_sent = [[] for _ in sequence.table.pages]
+        for group, pages in enumerate(sequence.table.pages):
+            sent = sequence.pages_sent[group]
+            start = len(sent)
+            if start and pages[start - 1] != sent[-1]:
+                start -= 1
+            if start < len(pages):
+                sent[start:] = pages[start:]
+                update = PageUpdate(group, sequence.row, start, pages[start:])
+                plan.input.page_updates.append(update)
+
+    # ------------------------------------------------------------------ giving pages back
+
+    def _preempt_behind(self, request: Request) -> bool:
+        """Preempt the latest running request, if it came after `request`."""
+        latest = next(reversed(self.running))
+        if latest.arrival_index <= request.arrival_index:
+            return False
+        self._preempt(latest)
+        return True
+
+    def _preempt(self, request: Request, counted: bool = True) -> None:
+        for sequence in request.sequences:
+            self._release(sequence)
+            self._free_row(sequence)
+        del self.running[request]
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
+        self.num_preemptions += counted
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            self.cache.release(sequence.table)
+            sequence.table = None
+        sequence.num_computed = 0
+        sequence.pages_sent = []
+
+    def _free_row(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self.free_rows.append(sequence.row)
+            sequence.row = None
+        sequence.row_started = False
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and give back all it holds. A step in flight may still compute for it."""
+        sequence.finish_reason = reason
+        self._release(sequence)
+        self._free_row(sequence)
+        if sequence.request.finished:
+            self.running.pop(sequence.request, None)
+            self.waiting.pop(sequence.request, None)
+
+    def fail(self, plan: ScheduledStep) -> list[Request]:
+        """A step raised: forget what it computed. Returns the requests to recompute, now suspect."""
+        self.cache.rollback(plan.input.step)
+        for sequence in plan.sampled:
+            sequence.num_pending -= 1
+        requests = [request for request in plan.requests if not request.finished]
+        # The latest first, so that the front of the queue ends up in order of arrival.
+        for request in sorted(requests, key=lambda r: r.arrival_index, reverse=True):
+            request.suspect = True
+            if request in self.running:
+                self._preempt(request, counted=False)
+        return requests
+
+    def stuck_sequence(self) -> Sequence:
+        """With nothing in flight and nothing to schedule: the sequence that can never grow."""
+        return next(s for r in (*self.running, *self.waiting) for s in r.schedulable)

@@ -1,0 +1,78 @@
+"""What the scheduler tells the runner in one step: picklable deltas, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.params import SamplingParams
+from rooftile.kvcache.page_table import PageCopy
+
+
+@dataclass(frozen=True)
+class RowStart:
+    """A sequence takes (or takes again, after preemption) a stable row: its sampling state."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    stop_token_ids: frozenset[int]  # banned until min_tokens are reached
+    prompt_ids: tuple[int, ...] = ()  # sent only where penalties count them
+    output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PageUpdate:
+    """Entries of one row's page table, from `start` on."""
+
+    group: int
+    row: int
+    start: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """The query tokens of one sequence: positions first .. first + len(token_ids) - 1.
+
+    A token id of -1 stands for the row's last sampled token, which only the device knows yet.
+    Tokens before position `write_from` already have their KV in shared pages and must not be
+    written again.
+    """
+
+    row: int
+    first: int
+    token_ids: list[int]
+    write_from: int
+
+
+@dataclass(frozen=True)
+class SampleSlot:
+    """Sample for `row` from the last token of `entries[entry]`; it becomes output number `position`."""
+
+    entry: int
+    row: int
+    position: int
+
+
+@dataclass
+class StepInput:
+    step: int
+    starts: list[RowStart] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)  # applied in order, before any write
+    entries: list[StepEntry] = field(default_factory=list)
+    samples: list[SampleSlot] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(entry.token_ids) for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One token a sample slot; -1 where the logits were not finite."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]  # where the request asked for them

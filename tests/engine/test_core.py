@@ -1,0 +1,302 @@
+"""The engine's loop against an oracle that reads tokens through the pages."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rooftile.engine.core import EngineCore, SequenceDelta
+from rooftile.engine.params import SamplingParams
+from tests.engine.paged_oracle import EOS, VOCAB, expected_output, make_core
+
+
+class Collected:
+    """What the deltas of one engine say, by request and sequence."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.cached: dict[str, int] = {}
+
+    def take(self, deltas: list[SequenceDelta]) -> None:
+        for delta in deltas:
+            key = delta.request_id, delta.index
+            assert key not in self.reasons, "news of a finished sequence"
+            self.tokens.setdefault(key, []).extend(delta.token_ids)
+            self.cached[delta.request_id] = delta.num_cached_tokens
+            if delta.finish_reason is not None:
+                self.reasons[key] = delta.finish_reason
+
+
+def run(core: EngineCore, most_steps: int = 2000) -> Collected:
+    collected = Collected()
+    for _ in range(most_steps):
+        if not core.has_unfinished:
+            return collected
+        collected.take(core.step())
+    raise AssertionError("the engine does not come to an end")
+
+
+def params(**fields: object) -> SamplingParams:
+    return SamplingParams(**{"seed": 7, "max_tokens": 8, **fields})
+
+
+def assert_idle(core: EngineCore) -> None:
+    kv = core.stats().kv
+    assert kv.in_use == 0
+    assert kv.free + kv.cached == kv.total
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 3), st.integers(1, 20)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([1, 2, 4, 16]),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=150)
+def test_every_text_is_its_own_whatever_the_batch(
+    requests: list[tuple[int, int, int, int]],
+    page_size: int,
+    depth: int,
+    num_groups: int,
+    prefix_cache: bool,
+    salt: int,
+) -> None:
+    """Random prompts with shared beginnings in little memory: preemption, chunks, forks, prefix hits."""
+    core, _, _ = make_core(
+        num_pages=72 // page_size, page_size=page_size, num_groups=num_groups,
+        pipeline_depth=depth, prefix_cache=prefix_cache,
+    )  # fmt: skip
+    expected = {}
+    for number, (length, family, n, max_tokens) in enumerate(requests):
+        draw = random.Random(family)
+        prompt = [draw.randrange(VOCAB) for _ in range(length)]
+        core.add_request(str(number), prompt, params(n=n, seed=salt, max_tokens=max_tokens))
+        for index in range(n):
+            text = expected_output(prompt, salt, index, min(max_tokens, 64 - length))
+            expected[str(number), index] = text
+    collected = run(core)
+    for key, tokens in expected.items():
+        reason = collected.reasons[key]
+        got = collected.tokens[key]
+        assert reason in ("stop", "length")
+        if reason == "length" and len(got) < len(tokens):
+            # Ended early: only a request alone in all of the KV memory may be.
+            assert got == tokens[: len(got)]
+            assert max(n for _, _, n, _ in requests) > 1
+        else:
+            assert got == tokens
+            assert (reason == "stop") == (tokens[-1] == EOS)
+    assert_idle(core)
+
+
+def test_identical_prompts_of_one_step_take_one_prefill() -> None:
+    core, _, cache = make_core(num_pages=16, page_size=4, max_num_batched_tokens=64)
+    prompt = list(range(16))
+    for number in range(4):
+        core.add_request(str(number), prompt, params(max_tokens=1))
+    collected = run(core)
+    assert core.stats().num_steps == 1
+    # Four pages for the first; the others compute their last token only, and write nothing.
+    assert cache.stats().cached == 4
+    assert collected.cached == {"0": 0, "1": 15, "2": 15, "3": 15}
+
+
+def test_samples_share_the_prompt_and_copy_only_the_last_page() -> None:
+    core, _, cache = make_core(num_pages=64, page_size=4)
+    core.add_request("a", list(range(10)), params(n=4, max_tokens=2, ignore_eos=True))
+    core.step()  # the prompt, and a first token for each
+    assert cache.stats().in_use == 3
+    core.step()
+    # The last sharer writes in place, so three of four copy the partly filled page.
+    assert cache.stats().pages_copied == 3
+    assert cache.stats().in_use == 0  # max_tokens reached
+
+
+def test_multi_turn_finds_the_answer_cached() -> None:
+    core, _, _ = make_core(num_pages=64, page_size=4)
+    core.add_request("first", list(range(6)), params(max_tokens=6, ignore_eos=True))
+    answer = run(core).tokens["first", 0]
+    core.add_request("second", [*range(6), *answer, 1, 2], params(max_tokens=1))
+    assert run(core).cached["second"] == 8  # 11 of its tokens had KV: two full pages
+
+
+def test_a_salt_separates_equal_prompts() -> None:
+    core, _, _ = make_core(num_pages=64, page_size=4)
+    for number, salt in enumerate([None, "tenant", None]):
+        core.add_request(str(number), list(range(9)), params(max_tokens=1), cache_salt=salt)
+        cached = run(core).cached[str(number)]
+        assert cached == (8 if number == 2 else 0)
+
+
+def test_out_of_pages_the_latest_request_is_preempted_and_loses_nothing() -> None:
+    core, _, _ = make_core(num_pages=8, page_size=4, prefix_cache=False)
+    prompts = {"old": [1] * 12, "new": [2] * 12}
+    for name, prompt in prompts.items():
+        core.add_request(name, prompt, params(max_tokens=16, ignore_eos=True))
+    collected = run(core)
+    assert core.stats().num_preemptions > 0
+    for name, prompt in prompts.items():
+        expected = expected_output(prompt, 7, 0, 16, ignore_eos=True)
+        assert collected.tokens[name, 0] == expected
+    assert_idle(core)
+
+
+def test_alone_and_out_of_pages_it_ends_with_length() -> None:
+    core, _, _ = make_core(num_pages=4, page_size=4)
+    core.add_request("a", [3] * 10, params(max_tokens=40, ignore_eos=True))
+    collected = run(core)
+    assert collected.reasons == {("a", 0): "length"}
+    # 16 tokens of KV: ten of the prompt, six generated ones, and the one sampled last.
+    assert len(collected.tokens["a", 0]) == 7
+    assert_idle(core)
+
+
+def test_nan_is_that_sequences_error_alone() -> None:
+    core, runner, _ = make_core(num_pages=64, page_size=4)
+    core.add_request("good", [1, 2, 3], params(ignore_eos=True))
+    core.add_request("bad", [4, 5, 6], params(ignore_eos=True))
+    core.step()
+    runner.nan_rows.add(next(row for row, start in runner.starts.items() if row != 5))
+    collected = run(core)
+    assert sorted(collected.reasons.values()) == ["error", "length"]
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_failed_step_is_repeated_request_by_request(when: int) -> None:
+    """One failure hurts nobody: the step's requests are recomputed, each alone at first."""
+    core, runner, _ = make_core(num_pages=64, page_size=4)
+    for number in range(3):
+        core.add_request(str(number), [number] * 9, params(ignore_eos=True))
+    deltas = core.step() + core.step()
+    runner.fail_next = when
+    deltas += core.step()
+    collected = run(core)
+    before = Collected()
+    before.take(deltas)
+    for number in range(3):
+        tokens = before.tokens[str(number), 0] + collected.tokens[str(number), 0]
+        assert tokens == expected_output([number] * 9, 7, 0, 8, ignore_eos=True)
+        assert collected.reasons[str(number), 0] == "length"
+    assert_idle(core)
+
+
+def test_a_request_that_always_fails_ends_with_its_error_alone() -> None:
+    core, runner, _ = make_core(num_pages=64, page_size=4)
+    core.add_request("poison", [13] * 5, params(ignore_eos=True))
+    core.add_request("good", [1] * 5, params(ignore_eos=True))
+    launch = runner.launch
+
+    def fail_on_poison(step):  # type: ignore[no-untyped-def]
+        if any(13 in entry.token_ids for entry in step.entries):
+            raise RuntimeError("poisoned")
+        return launch(step)
+
+    runner.launch = fail_on_poison  # type: ignore[method-assign]
+    collected = run(core)
+    assert collected.reasons == {("poison", 0): "error", ("good", 0): "length"}
+    assert collected.tokens["good", 0] == expected_output([1] * 5, 7, 0, 8, ignore_eos=True)
+    assert_idle(core)
+
+
+def test_refusals_name_value_and_limit() -> None:
+    core, _, _ = make_core(num_pages=4, page_size=4, max_model_len=64)
+    for prompt, fields, message in [
+        ([], {}, "the prompt is empty"),
+        ([1] * 64, {}, "64 tokens; with max_model_len 64 it may have at most 63"),
+        ([1] * 17, {}, "17 tokens, but all KV memory holds 16"),
+        ([1, VOCAB], {}, "token id 50 is outside the vocabulary 0..49"),
+        ([1, -1], {}, "token id -1 is outside"),
+        ([1, True], {}, "token id True is outside"),
+        ([1], {"n": 7}, "n is 7; the engine runs max_num_seqs 6"),
+        ([1], {"logit_bias": {50: 1.0}}, "logit_bias has token id 50; the vocabulary ends at 49"),
+        ([1], {"stop_token_ids": [99]}, "stop_token_ids has token id 99"),
+        ([1], {"logprobs": 51}, "logprobs is 51; the vocabulary has 50 tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            core.add_request("a", prompt, params(**fields))
+    core.add_request("a", [1], params())
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        core.add_request("a", [1], params())
+    run(core)
+    assert_idle(core)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, failures and steps: every finished text is right, nothing leaks."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        depth=st.integers(1, 2),
+        groups=st.integers(1, 2),
+        tokens=st.integers(24, 72),
+    )
+    def start(self, page_size: int, depth: int, groups: int, tokens: int) -> None:
+        self.core, self.runner, self.cache = make_core(
+            num_pages=tokens // page_size, page_size=page_size, pipeline_depth=depth,
+            num_groups=groups, max_num_batched_tokens=12,
+        )  # fmt: skip
+        self.prompts: dict[str, list[int]] = {}
+        self.collected = Collected()
+        self.failures = 0
+
+    @rule(
+        family=st.integers(0, 2), length=st.integers(1, 22), n=st.integers(1, 4),
+        max_tokens=st.integers(1, 24),
+    )  # fmt: skip
+    def add(self, family: int, length: int, n: int, max_tokens: int) -> None:
+        name = str(len(self.prompts))
+        draw = random.Random(family)
+        self.prompts[name] = [draw.randrange(VOCAB) for _ in range(length)]
+        self.core.add_request(name, self.prompts[name], params(n=n, max_tokens=max_tokens))
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.prompts)))
+        self.core.finish(name, data.draw(st.sampled_from([None, 0])))
+
+    @rule(when=st.integers(0, 1))
+    def fail(self, when: int) -> None:
+        self.runner.fail_next = when
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.collected.take(self.core.step())
+
+    @invariant()
+    def texts_are_right(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for (name, index), tokens in self.collected.tokens.items():
+            prompt = self.prompts[name]
+            assert tokens == expected_output(prompt, 7, index, len(tokens))[: len(tokens)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.runner.fail_next = None
+        for _ in range(3000):
+            if not self.core.has_unfinished:
+                break
+            self.collected.take(self.core.step())
+        assert not self.core.has_unfinished
+        self.texts_are_right()
+        assert_idle(self.core)
+        assert len(self.core._scheduler.free_rows) == 6
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
