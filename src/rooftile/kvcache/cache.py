@@ -183,7 +183,11 @@ class KVCache:
         self._drop(self._tree.rollback(step))
 
     def fork(self, table: PageTable) -> PageTable:
-        """A second table over the same pages, a partly filled last one included."""
+        """A second table over the same pages, a partly filled last one included.
+
+        Extend neither of the two in the step that still has to write a shared partly filled page:
+        a step's copies come before its writes.
+        """
         _require_alive(table)
         for pool, column in zip(self._pools, table.pages, strict=True):
             for page in column:
