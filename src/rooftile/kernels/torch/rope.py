@@ -20,8 +20,8 @@ def rotary_embedding(
         sin = -sin
     wide = widen(x if rotary_dim == head_dim else x[..., :rotary_dim])
     if interleaved:
-        pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], half, 2))
-        turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+        pairs = torch.complex(wide[..., 0::2], wide[..., 1::2])
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin).to(pairs.dtype)).flatten(-2)
     else:
         # first * cos - second * sin beside second * cos + first * sin
         partner = wide.roll(half, -1)
