@@ -15,16 +15,21 @@ from rooftile.kernels import Kernel, anything
 from rooftile.kernels.reference.precision import widen
 
 
-def visible_keys(m: int, n: int, left: int, right: int, device: torch.device) -> Tensor:
-    """[m, n] bool: which keys each query sees, the last query standing at the last key."""
-    rows = torch.arange(n - m, n, device=device)[:, None]
-    columns = torch.arange(n, device=device)
-    visible = torch.ones(m, n, dtype=torch.bool, device=device)
+def visible_keys(rows: Tensor, columns: Tensor, left: int, right: int) -> Tensor:
+    """[rows, columns] bool: which keys, by position, the queries at these positions see."""
+    rows = rows[:, None]
+    visible = torch.ones(rows.shape[0], columns.shape[0], dtype=torch.bool, device=rows.device)
     if left >= 0:
         visible &= columns >= rows - left
     if right >= 0:
         visible &= columns <= rows + right
     return visible
+
+
+def _visible(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+    m, n = q.shape[1], k.shape[1]
+    rows = torch.arange(n - m, n, device=q.device)
+    return visible_keys(rows, torch.arange(n, device=q.device), left, right)
 
 
 def _scores(
@@ -47,10 +52,9 @@ def attention(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # [b, m, k * g, e] in q's dtype, [b, m, k * g]
-    m, n, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    group = q.shape[2] // kv_heads
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     scores = _scores(widen(q).unflatten(2, (kv_heads, group)), widen(k), softcap, scale)
-    visible = visible_keys(m, n, left, right, q.device)
+    visible = _visible(q, k, left, right)
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, -1)  # [b, k, g, m]
     if sink is not None:
@@ -86,7 +90,7 @@ def attention_backward(
     drift = drift.unflatten(2, heads).permute(0, 2, 3, 1)
 
     scores = _scores(wide_q, wide_k, softcap, scale)
-    visible = visible_keys(q.shape[1], k.shape[1], left, right, q.device)
+    visible = _visible(q, k, left, right)
     hidden = ~visible | (lse == -torch.inf)[..., None]
     weights = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0)
     grad_v = torch.einsum("bkgmn,bmkge->bnke", weights, g)

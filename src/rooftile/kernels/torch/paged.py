@@ -1,0 +1,242 @@
+"""Paged attention on a CPU through torch's matrix products, and writing into pages.
+
+Decoding requests are gathered into one batch, their unused slots zeroed, and the query heads of a
+group packed into the rows of one product. Requests with more queries take the fused kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.kernels import Kernel
+from rooftile.kernels.reference.attention import nothing_seen
+from rooftile.kernels.reference.paged import append_kv as append_kv_by_index
+from rooftile.kernels.reference.paged import first_visible
+from rooftile.kernels.reference.precision import widen
+from rooftile.kernels.torch.attention import add_sink, attend
+from rooftile.kernels.torch.attention import supports as fused_supports
+from rooftile.kernels.torch.rope import rotary_embedding
+
+# Keys gathered at once: keeps the gathered copies in cache and their memory bounded.
+GATHERED_BYTES = 4 << 20
+# Padding a request to the longest of its batch may waste this many pages before a batch of its
+# own is cheaper (measured: a batch costs about 80 us, a page about 1 us).
+WASTED_PAGES = 64
+# From this many bfloat16 values on, oneDNN's product beats converting them to float32.
+ONEDNN_VALUES = 1 << 17
+_ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def paged_attention(
+    q: Tensor,  # [tokens, num_q_heads, dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, dim]
+    cu_seqlens_q: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    page_table: Tensor,  # [batch, max_pages]
+    max_q_len: int,
+    max_kv_len: int,
+    sink: Tensor | None,  # [num_q_heads]
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, dim], [tokens, num_q_heads]
+    out, lse = nothing_seen(q, v_pages.shape[-1])
+    page_size = k_pages.shape[2]
+    ends, lengths = cu_seqlens_q.tolist(), kv_lens.tolist()
+    decoding: list[tuple[int, int, int]] = []  # pages, request, first page
+    for i, kv_len in enumerate(lengths):
+        q_len = ends[i + 1] - ends[i]
+        if q_len == 0 or kv_len == 0:
+            continue
+        first_page = first_visible(q_len, kv_len, left) // page_size
+        pages = -(-kv_len // page_size) - first_page
+        if q_len == 1:
+            decoding.append((pages, i, first_page))
+            continue
+        table = page_table[i, None, first_page : first_page + pages]
+        queries = slice(ends[i], ends[i + 1])
+        k, v = (
+            x[:, :, : kv_len - first_page * page_size] for x in _gather(table, k_pages, v_pages)
+        )
+        results = (out[None, queries], lse[None, queries])
+        attend(q[None, queries], k, v, left, right, scale, *results)
+
+    page_bytes = k_pages[0].numel() * k_pages.element_size() if decoding else 0
+    for group in _similar(decoding, GATHERED_BYTES // max(page_bytes, 1)):
+        requests = [i for _, i, _ in group]
+        tokens = [ends[i] for i in requests]
+        results = _decode(
+            q if tokens == list(range(q.shape[0])) else q[tokens],
+            *(k_pages, v_pages),
+            page_table if requests == list(range(len(lengths))) else page_table[requests],
+            [lengths[i] for i in requests],
+            [first for _, _, first in group],
+            max(pages for pages, _, _ in group),
+            left,
+            scale,
+        )
+        if len(tokens) == q.shape[0] and tokens == list(range(q.shape[0])):
+            out, lse = results
+        else:
+            out[tokens], lse[tokens] = results
+    used = slice(ends[-1])
+    add_sink(out[used], lse[used], sink)
+    return out, lse
+
+
+def _similar(
+    decoding: list[tuple[int, int, int]], most_pages: int
+) -> list[list[tuple[int, int, int]]]:
+    """Batches of requests with about equally many pages, each in the order of requests."""
+    if len(decoding) < 2:
+        return [decoding] if decoding else []
+    groups: list[list[tuple[int, int, int]]] = []
+    for item in sorted(decoding, reverse=True):
+        if groups:
+            longest, members = groups[-1][0][0], len(groups[-1])
+            wasted = sum(longest - pages for pages, _, _ in groups[-1]) + longest - item[0]
+            if wasted <= WASTED_PAGES and longest * (members + 1) <= most_pages:
+                groups[-1].append(item)
+                continue
+        groups.append([item])
+    return [sorted(group, key=lambda item: item[1]) for group in groups]
+
+
+def _decode(
+    q: Tensor,  # [batch, num_q_heads, k_dim], one query a request
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    page_table: Tensor,  # [batch, max_pages]
+    lengths: list[int],  # > 0
+    first_pages: list[int],
+    pages: int,
+    left: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [batch, num_q_heads, v_dim], [batch, num_q_heads]
+    batch, heads, page_size = len(lengths), k_pages.shape[1], k_pages.shape[2]
+    # Keys by their place among the gathered ones: [first_keys, end_keys) are visible.
+    end_keys = [n - f * page_size for n, f in zip(lengths, first_pages, strict=True)]
+    first_keys = [max(0, end - 1 - left) if left >= 0 else 0 for end in end_keys]
+    if batch == 1:
+        table = page_table[:, first_pages[0] : first_pages[0] + pages]
+        k, v = _gather(table, k_pages, v_pages)
+        k, v = k[:, :, first_keys[0] : end_keys[0]], v[:, :, first_keys[0] : end_keys[0]]
+        mask = None
+    else:
+        bounds = torch.tensor([end_keys, first_keys, first_pages])
+        columns = torch.arange(pages)
+        used = columns * page_size < bounds[0, :, None]
+        if any(first_pages):
+            columns = (columns + bounds[2, :, None]).clamp_(max=page_table.shape[1] - 1)
+            table = page_table.gather(1, columns)
+        else:
+            table = page_table[:, :pages]
+        k, v = _gather(table.where(used, 0), k_pages, v_pages)
+        keys = torch.arange(pages * page_size)
+        hidden = keys >= bounds[0, :, None]
+        if any(first_keys):
+            hidden |= keys < bounds[1, :, None]
+        # What lies in a hidden slot may be NaN, which neither a mask nor a zero weight removes.
+        rows = hidden[:, None].expand(-1, heads, -1).reshape(-1).nonzero().squeeze(1)
+        for x in (k, v):
+            x.view(-1, x.shape[-1]).index_fill_(0, rows, 0)
+        mask = torch.zeros(hidden.shape, dtype=widen(q[:0]).dtype).masked_fill_(hidden, -torch.inf)
+
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * heads, keys, dim]
+    grouped = (widen(q) * scale).reshape(batch * heads, -1, q.shape[-1])
+    scores = torch.bmm(grouped, widen(k).transpose(1, 2))  # [batch * heads, group, keys]
+    if mask is not None:
+        scores.view(batch, -1, mask.shape[-1]).add_(mask[:, None])
+    weights = torch.softmax(scores, -1)
+    # The greatest weight is exp(greatest score - lse).
+    lse = scores.amax(-1) - weights.amax(-1).log_()
+    if v.dtype == torch.bfloat16 and _ONEDNN_BFLOAT16 and v.numel() >= ONEDNN_VALUES:
+        out = torch.bmm(weights.to(v.dtype), v)
+    else:
+        out = torch.bmm(weights, widen(v)).to(q.dtype)
+    return out.view(batch, q.shape[1], -1), lse.view(batch, q.shape[1])
+
+
+def _gather(table: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
+    """Copies [batch, heads, keys, dim] of the pages in table [batch, pages]."""
+    batch, heads = table.shape[0], pools[0].shape[1]
+    table, head = table[:, None].long(), torch.arange(heads)[:, None]
+    return tuple(_gather_rows(x, table, head).view(batch, heads, -1, x.shape[3]) for x in pools)
+
+
+def _gather_rows(pages: Tensor, table: Tensor, head: Tensor) -> Tensor:
+    """Pages table [batch, 1, pages] of all heads [heads, 1]."""
+    if not _pages_are_rows(pages):
+        return pages[table, head]
+    # As rows of one head's page each, which are copied whole: five times faster than indexing.
+    size = pages.shape[2] * pages.shape[3]
+    raster = pages.stride(0) // size
+    count = (pages.shape[0] - 1) * raster + pages.shape[1]
+    rows = pages.as_strided((count, size), (size, 1))
+    return rows.index_select(0, (table * raster + head).flatten())
+
+
+def _pages_are_rows(pages: Tensor) -> bool:
+    """Whether each head's page is contiguous and all of them lie on one raster of page sizes."""
+    _, heads, page_size, dim = pages.shape
+    page, head, slot, element = pages.stride()
+    size = page_size * dim
+    return (
+        element == 1
+        and slot == dim
+        and (head == size or heads == 1)
+        and page % size == 0
+        and page >= heads * size
+    )
+
+
+def append_kv(
+    k: Tensor,  # [tokens, heads, k_dim]
+    v: Tensor,  # [tokens, heads, v_dim]
+    k_pages: Tensor,  # [num_pages, heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, heads, page_size, v_dim]
+    slots: Tensor,  # [tokens]
+    positions: Tensor | None,  # [tokens]
+    cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2]
+    interleaved: bool,
+) -> None:
+    if slots.numel() == 0:
+        return
+    if not (_pages_are_rows(k_pages) and _pages_are_rows(v_pages)):
+        append_kv_by_index(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved)
+        return
+    if int(slots.min()) < 0:
+        written = slots >= 0
+        slots, k, v = slots[written], k[written], v[written]
+        positions = None if positions is None else positions[written]
+    if positions is not None and cos_sin is not None:
+        k = rotary_embedding(k, positions, cos_sin, interleaved, False)
+    _, heads, page_size, _ = k_pages.shape
+    head = torch.arange(heads) * page_size
+    pages = slots.long() // page_size
+    for pool, x in ((k_pages, k), (v_pages, v)):
+        # Slots as rows: those of page p and head h begin at (p * pages of the raster + h) * page_size.
+        raster = pool.stride(0) // (page_size * pool.shape[3])
+        indices = (pages * ((raster - 1) * page_size) + slots)[:, None] + head
+        count = ((pool.shape[0] - 1) * raster + heads) * page_size
+        rows = pool.as_strided((count, pool.shape[3]), (pool.shape[3], 1))
+        rows.index_copy_(0, indices.flatten(), x.reshape(-1, pool.shape[3]))
+
+
+def supports(call: Any) -> str | None:
+    return fused_supports(call)
+
+
+def append_supports(call: Any) -> str | None:
+    return None if call.device == "cpu" else "it reads the slots on the host; use a GPU kernel"
+
+
+KERNELS = {
+    "paged_attention": Kernel(paged_attention, supports, efficiency=0.3),
+    "append_kv": Kernel(append_kv, append_supports, efficiency=0.3),
+}
