@@ -59,12 +59,20 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
 
     def find(self, text: str, new_from: int) -> tuple[int, str] | None:
-        """The first stop string that ends in text[new_from:]: (where it starts, which)."""
-        start = max(0, new_from - self._longest + 1)
-        found = [(text.find(stop, start), stop) for stop in self._stops]
-        found = [(at, stop) for at, stop in found if at >= 0]
-        # At the same place the longer one, which contains the other.
-        return min(found, key=lambda match: (match[0], -len(match[1])), default=None)
+        """The stop string that ends first in text[new_from:]: (where it starts, which one).
+
+        Of several that end at the same place, the longest: so it does not matter in what pieces
+        the text arrived.
+        """
+        found = []
+        for stop in self._stops:
+            at = text.find(stop, max(0, new_from - len(stop) + 1))
+            if at >= 0:
+                found.append((at + len(stop), at, stop))
+        if not found:
+            return None
+        _, at, stop = min(found)
+        return at, stop
 
     def safe_length(self, text: str) -> int:
         """How much of `text` no stop string can take back: all but a tail that may begin one."""

@@ -130,7 +130,10 @@ def _number(
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if stop is None or isinstance(stop, str):
+        strings: tuple[Any, ...] = () if stop is None else (stop,)
+    else:
+        strings = _listed("stop", stop)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(
@@ -140,9 +143,17 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    for token in ids:
+    listed = _listed(name, ids)
+    for token in listed:
         _whole(f"{name} entry", token, 0)
-    return tuple(ids)
+    return listed
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ValueError(f"{name} is {values!r}; it must be a list") from None
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:
