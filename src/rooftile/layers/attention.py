@@ -1,0 +1,84 @@
+"""The attention layer over paged memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rooftile.layers.linear import Linear, RowParallelLinear
+from rooftile.layers.norm import RMSNorm
+from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION
+from rooftile.ops.rope import ROTARY_EMBEDDING
+from rooftile.types import PagedBatch
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer's pages, and where this step's tokens go in them."""
+
+    k_pages: Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
+    v_pages: Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
+    slots: Tensor  # [tokens] int64: page * page_size + offset; -1 writes nothing
+    batch: PagedBatch
+
+
+class AttentionLayer:
+    """Causal grouped-query attention: fused q, k, v projection, norms, rotation, pages, output.
+
+    The heads are this rank's. `cos_sin` None means that positions are not encoded here. Calls the
+    operators' unchecked handles: whoever makes a step's `LayerKV`s validates them once for all
+    layers (`Decoder.forward` says what must hold).
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,  # rows: all q heads, then all k heads, then all v heads
+        out: RowParallelLinear,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2] float32
+        window: int | None = None,
+        softmax_scale: float | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        self.qkv = qkv
+        self.out = out
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.cos_sin = cos_sin
+        self.left_window = -1 if window is None else window
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+    ) -> Tensor:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.cos_sin is not None:
+            q = ROTARY_EMBEDDING.handle(q, positions, self.cos_sin, False, False, "auto")
+        key_positions = None if self.cos_sin is None else positions
+        APPEND_KV.handle(
+            k, v, kv.k_pages, kv.v_pages, kv.slots, key_positions, self.cos_sin, False, "auto"
+        )
+        batch = kv.batch
+        out, _ = PAGED_ATTENTION.handle(
+            *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
+            *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, 0.0),
+            *(self.softmax_scale, "auto"),
+        )
+        return self.out(out.flatten(1))

@@ -1,0 +1,180 @@
+"""A decoder from its configuration and a source of weights: sharded, fused and packed while reading."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from rooftile.distributed.group import ParallelGroup
+from rooftile.layers.attention import AttentionLayer
+from rooftile.layers.embedding import Embedding, Head
+from rooftile.layers.linear import Linear, RowParallelLinear
+from rooftile.layers.mlp import GatedMlp
+from rooftile.layers.norm import RMSNorm
+from rooftile.models.config import AttentionSpec, DecoderConfig
+from rooftile.models.decoder import Decoder, DecoderLayer
+from rooftile.models.weights import WHOLE, WeightSource, weight_shapes
+from rooftile.ops.linear import best_format, pack
+from rooftile.ops.rotary_table import RotaryConfig, rotary_table
+
+MAX_READERS = 8
+
+
+class _Builder:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ParallelGroup,
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.dtype = dtype
+        self.device = device
+        self.group = group
+        self.format = best_format(device, dtype)
+        self.shapes = weight_shapes(config)
+        # Layers of one kind share their table.
+        self.tables: dict[RotaryConfig, Tensor] = {
+            rotary: rotary_table(rotary, config.max_position).to(device)
+            for rotary in {layer.attention.rotary for layer in config.layers}
+            if rotary is not None
+        }
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def vector(self, name: str) -> Tensor:
+        out = self.empty(*self.shapes[name])
+        self.source.read(name, out)
+        return out
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.vector(name), self.config.norm_eps)
+
+    def rows(self, parts: Sequence[tuple[str, slice]], has_bias: bool) -> Linear:
+        """One matrix out of these rows of several: column-parallel, fused."""
+        sizes = [share.stop - share.start for _, share in parts]
+        weight = self.empty(sum(sizes), self.config.hidden)
+        for (name, share), out in zip(parts, weight.split(sizes), strict=True):
+            self.source.read(name, out, share)
+        bias = None
+        if has_bias:
+            bias = self.empty(sum(sizes))
+            for (name, share), out in zip(parts, bias.split(sizes), strict=True):
+                self.source.read(f"{name}.bias", out, share)
+        return Linear(pack(weight, self.format), bias)
+
+    def columns(self, name: str, share: slice, has_bias: bool) -> RowParallelLinear:
+        weight = self.empty(self.config.hidden, share.stop - share.start)
+        self.source.read(name, weight, WHOLE, share)
+        bias = self.vector(f"{name}.bias") if has_bias else None
+        return RowParallelLinear(pack(weight, self.format), bias, self.group)
+
+    def layer(self, index: int) -> DecoderLayer:
+        spec, prefix = self.config.layers[index], f"layers.{index}."
+        attention, mlp = spec.attention, spec.mlp
+        heads, kv_heads = head_shares(attention, self.group)
+        dim = attention.head_dim
+        q_rows = slice(heads.start * dim, heads.stop * dim)
+        kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
+        inner = self.group.share("columns of the feed-forward layer", mlp.intermediate)
+        return DecoderLayer(
+            attention_norm=self.norm(f"{prefix}attention_norm"),
+            attention=AttentionLayer(
+                self.rows(
+                    [(f"{prefix}q", q_rows), (f"{prefix}k", kv_rows), (f"{prefix}v", kv_rows)],
+                    attention.qkv_bias,
+                ),
+                self.columns(f"{prefix}o", q_rows, attention.out_bias),
+                num_heads=heads.stop - heads.start,
+                num_kv_heads=kv_heads.stop - kv_heads.start,
+                head_dim=dim,
+                cos_sin=None if attention.rotary is None else self.tables[attention.rotary],
+                window=attention.window,
+                softmax_scale=attention.softmax_scale,
+                q_norm=self.norm(f"{prefix}q_norm") if attention.qk_norm else None,
+                k_norm=self.norm(f"{prefix}k_norm") if attention.qk_norm else None,
+            ),
+            mlp_norm=self.norm(f"{prefix}mlp_norm"),
+            mlp=GatedMlp(
+                self.rows([(f"{prefix}gate", inner), (f"{prefix}up", inner)], mlp.bias),
+                self.columns(f"{prefix}down", inner, mlp.bias),
+                mlp.activation,
+            ),
+        )
+
+    def embedding(self) -> Embedding:
+        weight = self.empty(self.config.vocab_size, self.config.hidden)
+        self.source.read("embedding", weight)
+        return Embedding(weight)
+
+    def head(self, embedding: Embedding) -> Head:
+        vocab, size = self.config.vocab_size, self.group.size
+        each = -(-vocab // size)
+        share = slice(min(self.group.rank * each, vocab), min((self.group.rank + 1) * each, vocab))
+        tied = self.config.tie_embeddings
+        if tied and size == 1:
+            weight = embedding.weight
+        else:
+            weight = self.empty(each, self.config.hidden)
+            held = share.stop - share.start
+            weight[held:] = 0
+            if tied:
+                weight[:held] = embedding.weight[share]
+            elif held:
+                self.source.read("head", weight[:held], share)
+        return Head(Linear(pack(weight, self.format)), vocab, self.group)
+
+
+def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice]:
+    """This rank's query heads and kv heads; ranks share a kv head where there are fewer of them.
+
+    Raises:
+        ValueError: the heads do not split evenly; gives the numbers.
+    """
+    heads = group.share("query heads", spec.num_heads)
+    if group.size % spec.num_kv_heads == 0:
+        one = group.rank // (group.size // spec.num_kv_heads)
+        return heads, slice(one, one + 1)
+    return heads, group.share("kv heads", spec.num_kv_heads)
+
+
+def build_decoder(
+    config: DecoderConfig,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    group: ParallelGroup | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Decoder:
+    """Read this rank's weights from `source` and pack them for `device`.
+
+    on_progress is told the share of the work that is done, 0 to 1.
+    """
+    builder = _Builder(config, source, dtype, torch.device(device), group or ParallelGroup())
+    for layer in config.layers:
+        head_shares(layer.attention, builder.group)  # refuse before the first byte is read
+    report = on_progress or (lambda share: None)
+    workers = min(MAX_READERS, len(os.sched_getaffinity(0)), len(config.layers))
+    layers: list[DecoderLayer] = []
+    with ThreadPoolExecutor(workers) as pool:
+        first = pool.submit(builder.embedding)
+        futures = [pool.submit(builder.layer, index) for index in range(len(config.layers))]
+        try:
+            embedding = first.result()
+            head = builder.head(embedding)
+            for future in futures:
+                layers.append(future.result())
+                report(len(layers) / len(futures))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return Decoder(config, embedding, layers, builder.norm("norm"), head)

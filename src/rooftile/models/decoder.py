@@ -1,0 +1,83 @@
+"""The one decoder that runs every model family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rooftile.layers.attention import AttentionLayer, LayerKV
+from rooftile.layers.embedding import Embedding, Head
+from rooftile.layers.mlp import GatedMlp
+from rooftile.layers.norm import RMSNorm
+from rooftile.models.config import DecoderConfig
+from rooftile.types import KVSpec
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    attention_norm: RMSNorm
+    attention: AttentionLayer
+    mlp_norm: RMSNorm
+    mlp: GatedMlp
+
+
+class Decoder:
+    """Embedding, pre-norm layers around one residual stream, final norm, head.
+
+    Under tensor parallelism it holds this rank's heads and columns; `forward` and `logits` return
+    the same on every rank.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        head: Head,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = tuple(layers)
+        self.norm = norm
+        self.head = head
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What each layer keeps per token, in layer order."""
+        dtype = self.embedding.weight.dtype
+        return tuple(
+            KVSpec(
+                heads=layer.attention.num_kv_heads,
+                k_dim=layer.attention.head_dim,
+                v_dim=layer.attention.head_dim,
+                dtype=dtype,
+                window=spec.attention.window,
+            )
+            for spec, layer in zip(self.config.layers, self.layers, strict=True)
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [tokens] int64
+        positions: Tensor,  # [tokens] int64
+        kv: Sequence[LayerKV],  # one per layer
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] after the final norm: what `logits` takes.
+
+        Writes the tokens' keys and values into their slots, then attends over the pages. Nothing
+        is checked here: token ids lie in the vocabulary, positions below config.max_position,
+        and each `LayerKV` satisfies what `ops.append_kv` and `ops.paged_attention` ask of it.
+        """
+        x, stream = self.embedding(token_ids), None
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, stream = layer.attention_norm.add(x, stream)
+            x = layer.attention(x, positions, layer_kv)
+            x, stream = layer.mlp_norm.add(x, stream)
+            x = layer.mlp(x)
+        return self.norm.add(x, stream)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
+        return self.head(hidden)

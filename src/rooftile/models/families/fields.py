@@ -1,0 +1,76 @@
+"""Typed reading of a checkpoint's configuration, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MISSING = object()
+
+
+class Fields:
+    """A configuration; `where` (a path) and `prefix` (of every field's name) are for messages."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+        self.values = values
+        self.where = where
+        self.prefix = prefix
+
+    def error(self, name: str, problem: str) -> ValueError:
+        return ValueError(f"{self.where}: {self.prefix}{name} {problem}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or `default` where the field is absent or null."""
+        value = self.values.get(self.prefix + name)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Whether the field is present, be it null."""
+        return self.prefix + name in self.values
+
+    def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+        value = self._required(name, default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]  # GGUF may give a number per layer
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, f"is {value!r}; expected one integer of at least {least}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise self.error(name, f"is {value!r}; expected a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {value!r}; expected true or false")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, f"is {value!r}; expected an object")
+        return value
+
+    def refuse(self, **allowed: tuple[Any, ...]) -> None:
+        """Raise where a feature that nothing here implements is switched on.
+
+        allowed: field -> the values, besides absent and null, that leave it off.
+        """
+        for name, harmless in allowed.items():
+            value = self.get(name)
+            if value is not None and value not in harmless:
+                raise self.error(
+                    name,
+                    f"is {value!r}, which is not supported for this model; only models without it are",
+                )
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self.get(name)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise self.error(name, "is missing; it is needed to build the model")
+        return default

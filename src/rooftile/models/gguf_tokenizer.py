@@ -1,0 +1,224 @@
+"""The tokenizer that a GGUF file describes in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooftile.models.gguf import GGUFFile
+from rooftile.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Token types of llama.cpp.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+# How each vocabulary cuts text before merging, as its maker published it. Contractions, a word with
+# at most one character before it, numbers of up to N digits, punctuation, line breaks, spaces.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
+PRE_TOKENIZERS = ("default", "gpt-2", "smollm", *SPLITS)
+# A whole pre-token that is in the vocabulary is taken without merging.
+IGNORE_MERGES = ("llama-bpe", "llama3", "tekken")
+# Where the file does not say, these begin every text with the begin-of-text token.
+ADD_BOS = ("llama-bpe", "llama3", "tekken")
+
+SPECIAL_ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
+    """The tokenizer of a GGUF file, or `None` where it has no vocabulary.
+
+    Kinds: "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE with byte fallback).
+
+    Raises:
+        ValueError: another kind, an unknown pre-tokenizer, or lists that do not fit together.
+    """
+    metadata = file.metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise ValueError(
+            f"{file.path}: {len(tokens)} tokenizer.ggml.tokens but {len(types)} tokenizer.ggml.token_type"
+        )
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if kind == "gpt2":
+        backend = _byte_level(file, tokens, pre)
+        add_bos = pre in ADD_BOS
+    elif kind == "llama":
+        backend = _sentence_piece(file, tokens, types)
+        add_bos = True
+    else:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' and 'llama'"
+        )
+    _add_tokens(backend, tokens, types)
+    special = {}
+    for role, key in SPECIAL_ROLES.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}")
+        if token_id is None:
+            continue
+        if not 0 <= token_id < len(tokens):
+            raise ValueError(
+                f"{file.path}: tokenizer.ggml.{key} is {token_id}, but there are {len(tokens)} tokens"
+            )
+        special[role] = tokens[token_id]
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_template=_templates(metadata),
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token", add_bos),
+        add_eos=metadata.get("tokenizer.ggml.add_eos_token", False),
+    )
+
+
+def _byte_level(file: GGUFFile, tokens: Sequence[str], pre: str) -> tokenizers.Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported pre-tokenizers are "
+            f"{', '.join(PRE_TOKENIZERS)}"
+        )
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if merges is None:
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it"
+        )
+    backend = Tokenizer(
+        _bpe(
+            file,
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[_pair(file, merge) for merge in merges],
+            ignore_merges=pre in IGNORE_MERGES,
+        )
+    )
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in SPLITS:
+        split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    elif pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, gpt2])
+    else:
+        backend.pre_tokenizer = gpt2
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(
+    file: GGUFFile, tokens: Sequence[str], types: Sequence[int]
+) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ValueError(
+            f"{file.path}: a 'llama' tokenizer needs one of tokenizer.ggml.scores for each of "
+            f"{len(tokens)} tokens, found {0 if scores is None else len(scores)}"
+        )
+    unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
+    backend = Tokenizer(
+        _bpe(
+            file,
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=_merges_from_scores(tokens, scores),
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    add_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if add_prefix else spaces
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(
+        [*steps, *([decoders.Strip(" ", 1, 0)] if add_prefix else [])]
+    )
+    return backend
+
+
+def _bpe(file: GGUFFile, **options: Any) -> tokenizers.models.BPE:
+    from tokenizers import models
+
+    try:
+        return models.BPE(**options)
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{file.path}: tokens and merges do not fit together: {error}") from None
+
+
+def _pair(file: GGUFFile, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise ValueError(f"{file.path}: tokenizer.ggml.merges holds {merge!r}; expected two parts")
+    return left, right
+
+
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair whose result scores highest: so that is the order of merges.
+
+    Among the ways to split one token, longer left parts come first.
+    """
+    rank = dict(zip(tokens, scores, strict=True))
+    found = []
+    for token, score in rank.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in rank and right in rank:
+                found.append((score, cut, len(token) - cut, left, right))
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [merge[3:] for merge in found]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    from tokenizers import AddedToken
+
+    special = [
+        AddedToken(token, normalized=False, special=True)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, UNKNOWN)
+    ]
+    backend.add_special_tokens(special)
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind == USER_DEFINED
+        ]
+    )
+
+
+def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    template = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates", [])
+    named = {
+        name: metadata[f"tokenizer.chat_template.{name}"]
+        for name in names
+        if f"tokenizer.chat_template.{name}" in metadata
+    }
+    if not named:
+        return template
+    return {**({"default": template} if template else {}), **named}

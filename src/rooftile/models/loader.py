@@ -1,0 +1,205 @@
+"""From the name of a model to something that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rooftile.distributed.group import ParallelGroup
+from rooftile.models.build import build_decoder
+from rooftile.models.checkpoint import Checkpoint
+from rooftile.models.config import DecoderConfig
+from rooftile.models.decoder import Decoder
+from rooftile.models.families import Fields, family_of_config, family_of_gguf
+from rooftile.models.families.common import ROPE_FREQS
+from rooftile.models.families.family import Family
+from rooftile.models.gguf import GGUFFile, read_gguf
+from rooftile.models.gguf_tokenizer import tokenizer_from_gguf
+from rooftile.models.gguf_weights import GGUFWeights
+from rooftile.models.random_weights import RandomWeights
+from rooftile.models.resolve import ModelFiles, resolve
+from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
+from rooftile.models.weights import WeightSource, check_weights, weight_shapes
+from rooftile.ops.rotary_table import DynamicScaling
+
+# Tokens that end a turn wherever a vocabulary has them as special tokens.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
+GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run. eos_token_ids: any of them ends an answer."""
+
+    name: str
+    config: DecoderConfig
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """Everything about a model but its weights, which `source` opens."""
+
+    config: DecoderConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    source: Callable[[], WeightSource]
+
+
+def load_model(
+    model: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    random_weights: bool = False,
+    seed: int = 0,
+    max_model_len: int | None = None,
+    parallel: ParallelGroup | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> LoadedModel:
+    """Find, read, shard and pack a model.
+
+    model: a .gguf file, a directory in Hugging Face format, a hub id, or "demo".
+    dtype: of weights and activations; `None`: bfloat16 on a GPU and on CPUs that compute in it,
+        else float32.
+    random_weights: only the configuration is read; weights are random, from `seed`.
+    max_model_len: tokens per sequence, at most what the model was made for.
+    parallel: this process's place in a tensor-parallel group; it reads only its share.
+    on_progress: told the phase's name and the share of the whole that is done, 0 to 1.
+
+    Raises:
+        ValueError: a model that cannot be found, is not supported, is damaged or does not fit
+            together, or that does not split over the group; says what and what to do.
+        NotImplementedError: a variant of the architecture that is not supported.
+    """
+    report = on_progress or (lambda phase, share: None)
+    report("finding the model", 0.0)
+    files = resolve(model, need_weights=not random_weights)
+    report("reading configuration and tokenizer", 0.02)
+    description = _describe_gguf(files) if files.is_gguf else _describe_directory(files)
+    config = _with_length(description.config, max_model_len, files.name)
+    dtype = dtype or default_dtype(device)
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype is {dtype}; choose one of {', '.join(map(str, FLOAT_DTYPES))}")
+    if random_weights:
+        source: WeightSource = RandomWeights(config, seed)
+    else:
+        source = description.source()
+        check_weights(config, source, str(files.path))
+    decoder = build_decoder(
+        config,
+        source,
+        dtype=dtype,
+        device=device,
+        group=parallel,
+        on_progress=lambda share: report("loading weights", 0.1 + 0.9 * share),
+    )
+    return LoadedModel(
+        files.name, config, decoder, description.tokenizer, description.eos_token_ids
+    )
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16 on a GPU and on CPUs with instructions for it, else float32."""
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _describe_directory(files: ModelFiles) -> _Description:
+    path = files.path / "config.json"
+    fields = Fields(read_json(path), str(path))
+    family = family_of_config(fields)
+    config = family.config(fields)
+    tokenizer = tokenizer_from_directory(files.path)
+    ids = {
+        *_ids(fields.get("eos_token_id")),
+        *_ids(read_json(files.path / "generation_config.json").get("eos_token_id")),
+    }
+    names = _names(config, family.hf_names)
+    ignored = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
+    return _Description(
+        config,
+        tokenizer,
+        _eos_ids(ids, tokenizer),
+        lambda: Checkpoint(files.path, names, ignored),
+    )
+
+
+def _describe_gguf(files: ModelFiles) -> _Description:
+    file = read_gguf(files.path)
+    family = family_of_gguf(Fields(file.metadata, str(file.path)))
+    assert family.gguf_config is not None
+    fields = Fields(file.metadata, str(file.path), prefix=f"{family.gguf_architecture}.")
+    config = family.gguf_config(file, fields)
+    tokenizer = tokenizer_from_gguf(file)
+    ids = {
+        token_id
+        for key in GGUF_EOS_KEYS
+        for token_id in _ids(file.metadata.get(f"tokenizer.ggml.{key}"))
+    }
+    return _Description(
+        config, tokenizer, _eos_ids(ids, tokenizer), lambda: _gguf_source(file, family, config)
+    )
+
+
+def _gguf_source(file: GGUFFile, family: Family, config: DecoderConfig) -> WeightSource:
+    interleaved: dict[str, int] = {}
+    if family.gguf_interleaved:
+        for index, layer in enumerate(config.layers):
+            heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
+            for name, count in heads.items():
+                interleaved[f"layers.{index}.{name}"] = count
+                interleaved[f"layers.{index}.{name}.bias"] = count
+    return GGUFWeights(
+        file,
+        _names(config, family.gguf_names),
+        interleaved=interleaved,
+        ignored=frozenset({ROPE_FREQS}),
+    )
+
+
+def _names(config: DecoderConfig, templates: Mapping[str, str]) -> dict[str, str]:
+    """Our name of every tensor -> the checkpoint's."""
+    names = {}
+    for ours in weight_shapes(config):
+        base, kind = (ours[:-5], "bias") if ours.endswith(".bias") else (ours, "weight")
+        parts = base.split(".")
+        layer = parts[1] if len(parts) == 3 else ""
+        template = templates[f"layers.{{i}}.{parts[2]}" if layer else base]
+        names[ours] = f"{template.replace('{i}', layer)}.{kind}"
+    return names
+
+
+def _with_length(config: DecoderConfig, length: int | None, name: str) -> DecoderConfig:
+    if length is None:
+        return config
+    most = config.max_position
+    for layer in config.layers:
+        rotary = layer.attention.rotary
+        if rotary is not None and isinstance(rotary.scaling, DynamicScaling):
+            most = max(most, int(rotary.scaling.factor * rotary.scaling.original_max_position))
+    if not 1 <= length <= most:
+        raise ValueError(f"max_model_len is {length}; {name} takes 1 to {most} tokens per sequence")
+    return replace(config, max_position=length)
+
+
+def _ids(value: Any) -> list[int]:
+    """eos_token_id may be absent, one id, or a list."""
+    return [item for item in (value if isinstance(value, list) else [value]) if item is not None]
+
+
+def _eos_ids(ids: set[int], tokenizer: Tokenizer | None) -> frozenset[int]:
+    if tokenizer is None:
+        return frozenset(ids)
+    if not ids and tokenizer.eos_token_id is not None:
+        ids = {tokenizer.eos_token_id}
+    turns = {tokenizer.token_to_id(token) for token in END_OF_TURN}
+    return frozenset(ids | (tokenizer.special_ids & turns))

@@ -1,0 +1,44 @@
+"""Random weights of any decoder, made where they are used: for benchmarks and tests."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from rooftile.models.config import DecoderConfig
+from rooftile.models.weights import WHOLE, weight_shapes
+
+STANDARD_DEVIATION = 0.02  # the usual initializer_range of model cards
+
+
+class RandomWeights:
+    """Matrices and biases uniform with a standard deviation of 0.02, norms 1.
+
+    A tensor depends on the seed, its name, its dtype and its device only, so every rank of a
+    parallel group cuts its share out of the same matrix.
+    """
+
+    def __init__(self, config: DecoderConfig, seed: int) -> None:
+        self.shapes = weight_shapes(config)
+        self.unexpected: tuple[str, ...] = ()
+        self.seed = seed
+
+    def label(self, name: str) -> str:
+        return name
+
+    def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
+        if name.endswith("norm"):
+            out.fill_(1.0)
+            return
+        seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) ^ (self.seed >> 32)
+        generator = torch.Generator(out.device).manual_seed(seed)
+        half_width = STANDARD_DEVIATION * 3**0.5
+        shape = self.shapes[name]
+        if out.shape == shape and out.is_contiguous():
+            out.uniform_(-half_width, half_width, generator=generator)
+            return
+        whole = torch.empty(shape, dtype=out.dtype, device=out.device)
+        whole.uniform_(-half_width, half_width, generator=generator)
+        out.copy_(whole[rows] if whole.dim() == 1 else whole[rows, columns])
