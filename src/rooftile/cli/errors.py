@@ -35,6 +35,8 @@ class FriendlyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has left: typer ends quietly
+            raise
         except USER_ERRORS as error:
             if ctx.params.get("debug"):
                 raise

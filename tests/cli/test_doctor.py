@@ -1,0 +1,62 @@
+"""`rooftile doctor`: the table says what the operators themselves say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rooftile.bench import host
+from rooftile.cli.kernel_table import example_calls, kernel_table
+from rooftile.ops.operator import OPERATORS
+
+Run = Callable[..., Any]
+
+
+def test_every_operator_has_an_example_and_a_kernel_that_runs_it() -> None:
+    rows = kernel_table(["cpu"])
+    forward = {name for name in OPERATORS if not name.endswith("_backward")}
+    assert {row.operator for row in rows} == forward == set(example_calls("cpu"))
+    for row in rows:
+        assert row.chosen is not None
+        assert row.reasons[row.chosen] is None
+        assert set(row.reasons) == set(OPERATORS[row.operator].families)
+
+
+def test_reasons_are_those_of_the_kernels() -> None:
+    (row,) = [r for r in kernel_table(["cpu"]) if r.call.endswith("weight offset")]
+    assert row.reasons["torch"] == "torch's rms_norm has no weight offset"
+    assert row.chosen == "reference"
+
+
+def test_text(rooftile: Run) -> None:
+    result = rooftile("doctor")
+    assert result.exit_code == 0, result.output
+    assert torch.__version__ in result.stdout
+    assert "paged_attention" in result.stdout
+    assert "has no weight offset" in result.stdout
+
+
+def test_json(rooftile: Run) -> None:
+    report = json.loads(rooftile("doctor", "--json").stdout)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["host"]["cores"] >= 1
+    assert report["host"]["memory_total"] > 2**28
+    assert {row["operator"] for row in report["kernels"]} >= {"attention", "linear", "rms_norm"}
+
+
+def test_cpu_features_come_from_the_flags(monkeypatch: Any) -> None:
+    texts = {
+        "/proc/cpuinfo": "model name\t: Some CPU @ 3GHz\nflags\t\t: avx2 fma avx512f avx512_bf16\n",
+        "/proc/meminfo": "MemTotal:  2048 kB\nMemAvailable:  1024 kB\n",
+    }
+    monkeypatch.setattr(host, "_read", texts.__getitem__)
+    machine = host.host()
+    assert machine.processor == "Some CPU @ 3GHz"
+    assert machine.features["avx2"]
+    assert not machine.features["avx512"]  # one of its parts is not enough
+    assert machine.features["avx512_bf16"]
+    assert (machine.memory_total, machine.memory_free) == (2048 * 1024, 1024 * 1024)
+    assert machine.slug.startswith("some-cpu-3ghz-")
