@@ -184,6 +184,7 @@ class _progress_bar:
         self._tokens = 0
 
     def __enter__(self) -> Callable[[RequestOutput], None]:
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -198,6 +199,7 @@ class _progress_bar:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[tokens]} tokens"),
+            console=Console(stderr=True),  # standard output is the caller's
         )
         self._progress.start()
         self._task = self._progress.add_task("", total=self._total, tokens=0)
