@@ -19,21 +19,24 @@ if TYPE_CHECKING:
     from rooftile.engine.outputs import EngineStats, RequestOutput
 
 SYSTEM = (
-    "You are the guide of a small lighthouse museum. Answer in one or two short sentences and "
-    "only with what you know. The lighthouse was built in 1872 by the stonemason Ada Brandt. It "
-    "is 38 metres tall and has 203 steps. Its lamp could be seen from 40 kilometres away. The last "
-    "keeper, Tom Hale, left in 1986, when the lamp became automatic. The museum opens at ten in "
-    "the morning and closes at five in the afternoon. A ticket costs four euros, and children "
-    "enter free. The cafe beside the tower is known for its apple cake."
+    "You are a patient teacher who explains the world to curious children. Answer every question "
+    "in one or two short and simple sentences. Use plain words that a child of eight knows, and "
+    "explain a hard word when you cannot avoid it. Be friendly and be honest: when you do not know "
+    "something, say that you do not know it. Never make up names, numbers or stories. Do not "
+    "repeat the question, do not use lists or headings, and do not add advice that nobody asked "
+    "for. If a question could be understood in two ways, choose the simpler one and answer that. "
+    "End your answer when the question is answered."
 )
 QUESTIONS = (
-    "Who built the lighthouse, and when?",
-    "How many steps does the lighthouse have?",
-    "When does the museum open?",
+    "What is the capital of France?",
+    "Who painted the Mona Lisa?",
+    "What is water made of?",
+    "Why do birds sing?",
 )
 STORY = "Write the first sentence of a story about a lighthouse."
 SAMPLES = 4
-SEED = 7
+SEED = 2
+ANSWER_TOKENS = 40
 
 
 def demo() -> None:
@@ -51,10 +54,11 @@ def demo() -> None:
     machine = host()
     console.print(
         f"[bold]Rooftile[/] runs {llm.model_name} on {machine.processor}, {machine.cores} cores; "
-        f"loaded in {time.perf_counter() - started:.1f} s"
+        f"loaded in {time.perf_counter() - started:.1f} s.\n"
+        "It is a very small model: quick, and not always right."
     )
 
-    console.print(Rule("three questions, one long system prompt", align="left"))
+    console.print(Rule(f"{len(QUESTIONS)} questions with one long system prompt", align="left"))
     peak = Peak(llm)
     answers = []
     for question in QUESTIONS:
@@ -63,18 +67,21 @@ def demo() -> None:
             Message(role="system", content=SYSTEM),
             Message(role="user", content=question),
         ]
-        params = SamplingParams(temperature=0.0, max_tokens=48)
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
         stream = llm.stream(llm.render_chat(messages), params)
         answers.append(stream_text(peak.watch(stream), sys.stdout))
         console.print(f"[dim]{_timing(answers[-1])}[/]")
 
     console.print(Rule(f"one prompt, {SAMPLES} sampled answers at once", align="left"))
     console.print(f"[bold cyan]{STORY}[/]")
-    params = SamplingParams(n=SAMPLES, temperature=0.8, top_p=0.95, seed=SEED, max_tokens=40)
+    params = SamplingParams(
+        n=SAMPLES, temperature=0.8, top_p=0.95, seed=SEED, max_tokens=ANSWER_TOKENS
+    )
     story = llm.render_chat([Message(role="user", content=STORY)])
     *_, samples = peak.watch(llm.stream(story, params))
     for answer in samples.outputs:
-        console.print(f"{answer.index + 1}. {answer.text.strip()}", markup=False)
+        cut = " …" if answer.finish_reason == "length" else ""
+        console.print(f"{answer.index + 1}. {answer.text.strip()}{cut}", markup=False)
     console.print(f"[dim]{_timing(samples)}[/]")
 
     _print_table(console, answers, samples, llm.stats(), peak.pages, options.page_size)
@@ -97,13 +104,16 @@ def _tokens(output: RequestOutput) -> int:
     return sum(len(answer.token_ids) for answer in output.outputs)
 
 
-def _rate(output: RequestOutput) -> float:
+def _rate(*outputs: RequestOutput) -> float:
     """Tokens per second after the first one of each answer."""
-    metrics = output.metrics
-    assert metrics.finished is not None
-    assert metrics.first_token is not None
-    tokens = _tokens(output) - len(output.outputs)
-    return tokens / max(metrics.finished - metrics.first_token, 1e-9)
+    tokens, seconds = 0, 0.0
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.finished is not None
+        assert metrics.first_token is not None
+        tokens += _tokens(output) - len(output.outputs)
+        seconds += metrics.finished - metrics.first_token
+    return tokens / max(seconds, 1e-9)
 
 
 def _first(output: RequestOutput) -> float:
@@ -113,10 +123,10 @@ def _first(output: RequestOutput) -> float:
 
 
 def _timing(output: RequestOutput) -> str:
+    cut = " (the limit)" if output.outputs[0].finish_reason == "length" else ""
     return (
-        f"{_tokens(output)} tokens, {_rate(output):.0f} tokens/s, the first after "
-        f"{_first(output) * 1000:.0f} ms; {output.num_cached_tokens} of "
-        f"{len(output.prompt_token_ids)} prompt tokens were in the prefix cache"
+        f"{_tokens(output)} tokens{cut}, the first after {_first(output) * 1000:.0f} ms; "
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens were known"
     )
 
 
@@ -131,14 +141,13 @@ def _print_table(
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    alone = sum(map(_rate, answers)) / len(answers)
     later = sum(map(_first, answers[1:])) / len(answers[1:])
     kv = stats.kv
     table = Table(box=SIMPLE_HEAD)
     table.add_column("what the engine did")
     table.add_column("", justify="right")
     for name, value in (
-        ("tokens per second, one answer at a time", f"{alone:.0f}"),
+        ("tokens per second, one answer at a time", f"{_rate(*answers):.0f}"),
         (f"tokens per second, {SAMPLES} answers at once", f"{_rate(samples):.0f}"),
         ("time to first token, first question", f"{_first(answers[0]) * 1000:.0f} ms"),
         ("time to first token, later questions (1)", f"{later * 1000:.0f} ms"),
