@@ -21,7 +21,7 @@ from rooftile.kernels.torch.attention import supports as fused_supports
 from rooftile.kernels.torch.rope import rotary_embedding
 
 # Keys gathered at once: keeps the gathered copies in cache and their memory bounded.
-GATHERED_BYTES = 4 << 20
+GATHERED_BYTES = 1 << 20
 # Padding a request to the longest of its batch may waste this many pages before a batch of its
 # own is cheaper (measured: a batch costs about 80 us, a page about 1 us).
 WASTED_PAGES = 64
@@ -122,11 +122,10 @@ def _decode(
     # Keys by their place among the gathered ones: [first_keys, end_keys) are visible.
     end_keys = [n - f * page_size for n, f in zip(lengths, first_pages, strict=True)]
     first_keys = [max(0, end - 1 - left) if left >= 0 else 0 for end in end_keys]
+    mask = None
     if batch == 1:
         table = page_table[:, first_pages[0] : first_pages[0] + pages]
         k, v = _gather(table, k_pages, v_pages)
-        k, v = k[:, :, first_keys[0] : end_keys[0]], v[:, :, first_keys[0] : end_keys[0]]
-        mask = None
     else:
         bounds = torch.tensor([end_keys, first_keys, first_pages])
         columns = torch.arange(pages)
@@ -148,17 +147,19 @@ def _decode(
         mask = torch.zeros(hidden.shape, dtype=widen(q[:0]).dtype).masked_fill_(hidden, -torch.inf)
 
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * heads, keys, dim]
+    in_bfloat16 = v.dtype == torch.bfloat16 and _ONEDNN_BFLOAT16 and v.numel() >= ONEDNN_VALUES
+    k, v = widen(k), v if in_bfloat16 else widen(v)
+    if batch == 1:
+        # Cut only now: converting a strided tensor is several times slower.
+        k, v = k[:, first_keys[0] : end_keys[0]], v[:, first_keys[0] : end_keys[0]]
     grouped = (widen(q) * scale).reshape(batch * heads, -1, q.shape[-1])
-    scores = torch.bmm(grouped, widen(k).transpose(1, 2))  # [batch * heads, group, keys]
+    scores = torch.bmm(grouped, k.transpose(1, 2))  # [batch * heads, group, keys]
     if mask is not None:
         scores.view(batch, -1, mask.shape[-1]).add_(mask[:, None])
     weights = torch.softmax(scores, -1)
     # The greatest weight is exp(greatest score - lse).
     lse = scores.amax(-1) - weights.amax(-1).log_()
-    if v.dtype == torch.bfloat16 and _ONEDNN_BFLOAT16 and v.numel() >= ONEDNN_VALUES:
-        out = torch.bmm(weights.to(v.dtype), v)
-    else:
-        out = torch.bmm(weights, widen(v)).to(q.dtype)
+    out = torch.bmm(weights.to(v.dtype), v).to(q.dtype)
     return out.view(batch, q.shape[1], -1), lse.view(batch, q.shape[1])
 
 
@@ -172,7 +173,7 @@ def _gather(table: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
 def _gather_rows(pages: Tensor, table: Tensor, head: Tensor) -> Tensor:
     """Pages table [batch, 1, pages] of all heads [heads, 1]."""
     if not _pages_are_rows(pages):
-        return pages[table, head]
+        return pages[table, head].contiguous()
     # As rows of one head's page each, which are copied whole: five times faster than indexing.
     size = pages.shape[2] * pages.shape[3]
     raster = pages.stride(0) // size
