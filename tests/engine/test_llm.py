@@ -1,0 +1,357 @@
+"""LLM on a tiny random model: texts equal a plain recomputation, whatever the engine did."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.engine.llm import LLM
+from rooftile.engine.params import SamplingParams
+from rooftile.kvcache.spec import group_layers
+from rooftile.kvcache.storage import KVStorage
+from rooftile.layers.attention import LayerKV
+from rooftile.models.loader import load_model
+from rooftile.types import PagedBatch
+
+EOS = 257
+PROMPTS = [
+    "Rooftile",
+    "a",
+    "The quick brown fox jumps over the lazy dog.",
+    "naïve 日本",
+    "The quick!",
+]
+
+
+@pytest.fixture(scope="module")
+def next_logits(model_path: str) -> Callable[[list[int]], torch.Tensor]:
+    """The model's logits after a list of tokens, from one dense pass and no engine."""
+    model = load_model(model_path, dtype=torch.float32, random_weights=True)
+    groups = group_layers(model.decoder.kv_specs)
+    storage = KVStorage(groups, [1] * len(groups), 256)
+
+    def compute(tokens: list[int]) -> torch.Tensor:
+        length = len(tokens)
+        slots = torch.arange(length)
+        batch = PagedBatch(
+            torch.tensor([0, length], dtype=torch.int32),
+            torch.tensor([length], dtype=torch.int32),
+            torch.zeros(1, 1, dtype=torch.int32),
+            length,
+            length,
+        )
+        kv = [LayerKV(*storage.layer(i), slots, batch) for i in range(len(model.decoder.kv_specs))]
+        with torch.inference_mode():
+            hidden = model.decoder.forward(torch.tensor(tokens), slots, kv)
+            logits = model.decoder.logits(hidden[-1:])[0]
+        return logits.clone()  # a normal tensor, which tests may change
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def greedy_texts(
+    next_logits: Callable[[list[int]], torch.Tensor], shared_llm: LLM
+) -> dict[str, list[int]]:
+    assert shared_llm.tokenizer is not None
+    texts = {}
+    for prompt in PROMPTS:
+        tokens = shared_llm.tokenizer.encode(prompt)
+        start = len(tokens)
+        while len(tokens) - start < 12:
+            tokens.append(int(next_logits(tokens).argmax()))
+        texts[prompt] = tokens[start:]
+    return texts
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 1, "num_pages": 160},
+        {"page_size": 64},
+        {"max_num_batched_tokens": 5},
+        {"max_num_seqs": 2},
+        {"num_pages": 20, "max_num_batched_tokens": 16},
+        {"num_pages": 20, "pipeline_depth": 2},
+        {"pipeline_depth": 2, "max_num_batched_tokens": 7},
+        {"prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_greedy_equals_plain_recomputation(
+    make_llm: Callable[..., LLM], greedy_texts: dict[str, list[int]], options: dict[str, object]
+) -> None:
+    """Chunked prefill, decode in a batch, prefix hits, preemption, late results: same tokens."""
+    llm = make_llm(**options)
+    for _ in range(2):  # the second time from the prefix cache
+        for output in llm.generate(PROMPTS, GREEDY):
+            assert output.prompt is not None
+            assert output.outputs[0].token_ids == greedy_texts[output.prompt]
+            assert output.outputs[0].finish_reason == "length"
+    stats = llm.stats()
+    if options.get("num_pages") == 20:
+        assert stats.num_preemptions > 0
+    assert (stats.kv.prefix_hit_tokens > 0) == (
+        options != {"prefix_cache": False} and options != {"page_size": 64}
+    )
+    assert stats.kv.in_use == 0
+
+
+def test_one_prompt_as_text_or_ids_and_in_order(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("abc")
+    (text,), (tokens,) = llm.generate("abc", GREEDY), llm.generate(ids, GREEDY)
+    assert text.prompt == "abc"
+    assert tokens.prompt is None
+    assert text.prompt_token_ids == tokens.prompt_token_ids == ids
+    assert text.outputs[0].token_ids == tokens.outputs[0].token_ids
+    outputs = llm.generate([ids, ids[:2]], [GREEDY, SamplingParams(max_tokens=1)])
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [12, 1]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_seeds(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=10, ignore_eos=True)
+    (first,) = llm.generate("seed", params)
+    texts = [completion.token_ids for completion in first.outputs]
+    assert len({tuple(t) for t in texts}) == 3
+    # The same among neighbours, and one by one from the same seed.
+    again = llm.generate(["other", "seed", "else"], [GREEDY, params, GREEDY])[1]
+    assert [completion.token_ids for completion in again.outputs] == texts
+    (alone,) = llm.generate("seed", SamplingParams(seed=5, max_tokens=10, ignore_eos=True))
+    assert alone.outputs[0].token_ids == texts[0]
+    (unseeded,) = llm.generate("seed", SamplingParams(max_tokens=10, ignore_eos=True))
+    assert unseeded.outputs[0].token_ids not in texts
+
+
+def test_logprobs_are_the_models(
+    llm: LLM, next_logits: Callable[[list[int]], torch.Tensor]
+) -> None:
+    params = SamplingParams(
+        temperature=0.7, top_k=5, max_tokens=4, logprobs=3, seed=1, ignore_eos=True
+    )
+    (output,) = llm.generate("logprobs", params)
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    tokens = list(output.prompt_token_ids)
+    for entry, token in zip(completion.logprobs, completion.token_ids, strict=True):
+        logprobs = next_logits(tokens).log_softmax(-1)
+        assert entry.token_id == token
+        assert math.isclose(entry.logprob, float(logprobs[token]), abs_tol=1e-4)
+        top = logprobs.topk(3)
+        assert [i for i, _ in entry.top] == top.indices.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        tokens.append(token)
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(entry.logprob for entry in completion.logprobs)
+    )
+    (plain,) = llm.generate("logprobs", GREEDY)
+    assert plain.outputs[0].logprobs is None
+    (only,) = llm.generate("logprobs", SamplingParams(max_tokens=1, logprobs=0))
+    assert only.outputs[0].logprobs is not None
+    assert only.outputs[0].logprobs[0].top == ()
+
+
+def force(token: int) -> dict[int, float]:
+    return {token: 100.0}
+
+
+def test_stop_tokens_and_eos(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    x = llm.tokenizer.encode("x")[-1]
+    (eos,) = llm.generate("a", SamplingParams(logit_bias=force(EOS), temperature=0))
+    assert (eos.outputs[0].finish_reason, eos.outputs[0].stop_reason) == ("stop", None)
+    assert (eos.outputs[0].text, eos.outputs[0].token_ids) == ("", [EOS])
+    ignoring = SamplingParams(
+        logit_bias=force(EOS),
+        temperature=0,
+        ignore_eos=True,
+        max_tokens=3,
+        skip_special_tokens=False,
+    )
+    (ignored,) = llm.generate("a", ignoring)
+    assert ignored.outputs[0].text == "<|im_end|>" * 3
+    assert ignored.outputs[0].finish_reason == "length"
+    (stopped,) = llm.generate("a", SamplingParams(logit_bias=force(x), stop_token_ids=[x]))
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", x)
+    assert stopped.outputs[0].text == ""
+    late = SamplingParams(logit_bias=force(EOS), temperature=0, min_tokens=4, max_tokens=9)
+    (banned,) = llm.generate("a", late)
+    assert len(banned.outputs[0].token_ids) == 5
+    assert EOS not in banned.outputs[0].token_ids[:4]
+
+
+def test_stop_strings_cut_the_text_and_free_the_pages(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    x = llm.tokenizer.encode("x")[-1]
+    params = SamplingParams(
+        logit_bias=force(x), temperature=0, stop=["nothing", "xxx"], max_tokens=50, n=2
+    )
+    (output,) = llm.generate("a", params)
+    for completion in output.outputs:
+        assert (completion.text, completion.finish_reason) == ("", "stop")
+        assert completion.stop_reason == "xxx"
+        assert len(completion.token_ids) == 3
+    assert llm.stats().kv.in_use == 0
+
+
+def test_penalties_act_on_the_right_tokens(
+    llm: LLM, next_logits: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """Greedy under each penalty equals the same arithmetic on the model's own logits."""
+    for fields in (
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.7},
+        {"repetition_penalty": 0.5, "frequency_penalty": -0.3},
+    ):
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **fields)
+        (output, _) = llm.generate(["penalty", "neighbour"], params)
+        prompt, generated = output.prompt_token_ids, []
+        for token in output.outputs[0].token_ids:
+            logits = next_logits(prompt + generated)
+            seen = torch.tensor(sorted({*prompt, *generated}))
+            factor = params.repetition_penalty
+            values = logits[seen]
+            logits[seen] = torch.where(values > 0, values / factor, values * factor)
+            for other in set(generated):
+                logits[other] -= params.presence_penalty
+                logits[other] -= params.frequency_penalty * generated.count(other)
+            assert token == int(logits.argmax())
+            generated.append(token)
+
+
+def test_penalties_survive_preemption(make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, frequency_penalty=1.0)
+    prompts = ["first prompt", "other prompt", "third prompt"]
+    wide, narrow = make_llm(), make_llm(num_pages=20, prefix_cache=False)
+    expected = [output.outputs[0].token_ids for output in wide.generate(prompts, params)]
+    assert [output.outputs[0].token_ids for output in narrow.generate(prompts, params)] == expected
+    assert narrow.stats().num_preemptions > 0
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(messages, GREEDY)
+    assert llm.tokenizer is not None
+    rendered = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    both = llm.chat([messages, messages], GREEDY)
+    assert [o.outputs[0].token_ids for o in both] == [output.outputs[0].token_ids] * 2
+
+
+def test_stream_grows_and_equals_generate(llm: LLM) -> None:
+    params = SamplingParams(seed=3, n=2, max_tokens=20, ignore_eos=True, stop=["zz"])
+    shown = ["", ""]
+    updates = 0
+    for output in llm.stream("stream", params):
+        updates += 1
+        for completion in output.outputs:
+            assert completion.text.startswith(shown[completion.index])
+            shown[completion.index] = completion.text
+    (whole,) = llm.generate("stream", params)
+    assert shown == [completion.text for completion in whole.outputs]
+    assert updates >= 10
+    assert whole.metrics.time_to_first_token is not None
+    assert whole.metrics.latency is not None
+
+
+def test_leaving_a_stream_early_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream("early", SamplingParams(n=3, max_tokens=100, ignore_eos=True))
+    output = next(stream)
+    assert llm.stats().kv.in_use > 0
+    stream.close()
+    assert llm.stats().kv.in_use == 0
+    assert {completion.finish_reason for completion in output.outputs} == {"abort"}
+
+
+def test_two_streams_at_once(llm: LLM) -> None:
+    expected = [o.outputs[0].text for o in llm.generate(["one", "two"], GREEDY)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in ("one", "two")]
+    final = [None, None]
+    for _ in range(30):
+        for at, stream in enumerate(streams):
+            final[at] = next(stream, final[at])  # type: ignore[call-overload]
+    assert [output.outputs[0].text for output in final] == expected  # type: ignore[union-attr]
+
+
+def test_an_interrupt_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(5))
+    step = llm._core.step
+
+    def interrupted() -> object:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(n=2, max_tokens=100, ignore_eos=True))
+    monkeypatch.undo()
+    assert llm.stats().kv.in_use == 0
+    assert len(llm.generate("after", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_a_bad_prompt_among_good_ones_runs_none(llm: LLM) -> None:
+    before = llm.stats().prompt_tokens
+    for bad, message in [
+        ([], "prompt 1: the prompt is empty"),
+        ([1, 260], "prompt 1: prompt token id 260 is outside the vocabulary 0..259"),
+        ("x" * 200, "prompt 1: the prompt has 200 tokens; with max_model_len 160"),
+        ("\ud800", "the prompt is not valid Unicode text"),
+        ([1.5], "a prompt is a string or a list of token ids"),
+        (None, "a prompt is a string or a list of token ids"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(["good", bad], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
+        llm.generate("a", [GREEDY, GREEDY])
+    assert llm.stats().prompt_tokens == before
+
+
+def test_a_poisoned_prompt_is_its_own_error_alone(make_llm: Callable[..., LLM]) -> None:
+    """NaN weights for one token: requests with it fail, their neighbours and successors do not."""
+    llm = make_llm(prefix_cache=False)
+    poison = 256  # <|bos|>; nobody may generate it
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logit_bias={poison: -100.0}
+    )
+    expected = [o.outputs[0].token_ids for o in llm.generate(["good", "fine"], params)]
+    llm._core._runner._decoder.embedding.weight[poison] = math.nan
+    good, bad, fine = llm.generate(["good", "x<|bos|>", "fine"], params)
+    assert bad.outputs[0].finish_reason == "error"
+    assert "not finite" in (bad.outputs[0].error or "")
+    assert [good.outputs[0].token_ids, fine.outputs[0].token_ids] == expected
+    assert llm.stats().kv.in_use == 0
+    # Its pages, full of NaN, are used again by others without harm.
+    for _ in range(3):
+        again = llm.generate(["good", "fine"] * 5, params)
+        assert [o.outputs[0].token_ids for o in again] == expected * 5
+
+
+def test_the_models_limit_ends_with_length(llm: LLM) -> None:
+    (output,) = llm.generate("x" * 150, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 10
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_without_a_tokenizer_ids_still_work(model_path: str, tmp_path: Path) -> None:
+    shutil.copy(f"{model_path}/config.json", tmp_path)
+    llm = LLM(str(tmp_path), random_weights=True, dtype="float32", num_pages=16)
+    (output,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 2)
+    with pytest.raises(ValueError, match="no tokenizer; give the prompt as token ids"):
+        llm.generate("text")
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        llm.generate([1], SamplingParams(stop="x"))
+    with pytest.raises(ValueError, match="cannot chat"):
+        llm.chat([{"role": "user", "content": "hi"}])
