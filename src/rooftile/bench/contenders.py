@@ -112,13 +112,14 @@ class Transformers:
 PEERS = {"transformers": Transformers}
 
 
-def make_peers(names: Sequence[str], model: str, random_weights: bool) -> list[Contender]:
-    """Peers by name, loaded.
+def peer_types(names: str) -> list[type[Transformers]]:
+    """ "a,b" -> the classes of the peers.
 
     Raises:
-        ValueError: an unknown peer, or one that is not installed.
+        ValueError: an unknown peer.
     """
-    for name in names:
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
         if name not in PEERS:
             raise ValueError(f"there is no peer {name!r}; choose from {', '.join(PEERS)}")
-    return [PEERS[name](model, random_weights) for name in names]
+    return [PEERS[name] for name in chosen]

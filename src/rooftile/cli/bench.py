@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions, with_options
@@ -75,13 +76,13 @@ def bench_engine(
     if threads is not None and threads < 1:
         raise typer.BadParameter(f"is {threads}; it must be at least 1", param_hint="--threads")
     chosen = select(workload or ["cpu"])
+    rivals = peer_types(peers)
     for one in chosen:  # refuses bad lengths before a model is loaded
         one.requests(1000, num_requests=1, scale=scale)
 
     import torch
     from rich.console import Console
 
-    from rooftile.bench.contenders import Engine, make_peers
     from rooftile.bench.host import host
     from rooftile.bench.measure import measure
     from rooftile.bench.presets import resolve_model
@@ -90,10 +91,12 @@ def bench_engine(
     if threads is not None:
         torch.set_num_threads(threads)
     console, machine = Console(highlight=False), host()
-    names = [name.strip() for name in peers.split(",") if name.strip()]
     model = resolve_model(engine.model, engine.random_weights)
     llm = loading.load_llm(engine)
-    contenders = [Engine(llm), *make_peers(names, model, engine.random_weights)]
+    contenders: list[Contender] = [
+        Engine(llm),
+        *(peer(model, engine.random_weights) for peer in rivals),
+    ]
     console.print(
         f"{llm.model_name} on {machine.processor}, {torch.get_num_threads()} threads; "
         f"median of {repeats} [lowest to highest]"
