@@ -3,6 +3,7 @@ pages*, so a wrong page, a lost copy or a stale prefix changes the result."""
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Callable
 
@@ -47,6 +48,7 @@ class PagedOracleRunner(Runner):
         self.nan_rows: set[int] = set()
 
     def launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        step = pickle.loads(pickle.dumps(step))  # it travels to other ranks
         failing, self.fail_next = self.fail_next, None
         if failing == 0:
             raise RuntimeError("injected before the step")
