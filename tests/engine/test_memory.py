@@ -48,5 +48,5 @@ def test_free_memory_is_the_smaller_of_system_and_container(
 def test_the_share_sizes_the_engine(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(num_pages=None, max_num_seqs=3, page_size=16)
     assert llm.stats().kv_tokens == 3 * 160
-    with pytest.raises(ValueError, match="max_model_len is 161; .* goes up to 160 tokens"):
+    with pytest.raises(ValueError, match="max_model_len is 161; .* takes 1 to 160 tokens"):
         make_llm(max_model_len=161)

@@ -29,12 +29,7 @@ def build_engine(
         max_model_len=config.max_model_len,
         on_progress=on_progress,
     )
-    limit = model.config.max_position
-    max_model_len = config.max_model_len or limit
-    if max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {max_model_len}; {model.name} goes up to {limit} tokens"
-        )
+    max_model_len = model.config.max_position
     groups = group_layers(model.decoder.kv_specs)
     num_pages = config.num_pages or pages_that_fit(
         groups,
