@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rooftile.engine.memory import free_memory_bytes
+
 # Name shown -> flags of /proc/cpuinfo, all of which it takes.
 CPU_FEATURES = {
     "avx2": ("avx2", "fma"),
@@ -50,13 +52,12 @@ class Host:
 def host() -> Host:
     info = _read("/proc/cpuinfo")
     flags = set(_field(info, "flags").split())
-    memory = _read("/proc/meminfo")
     return Host(
         processor=_field(info, "model name") or platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         features={name: flags.issuperset(needed) for name, needed in CPU_FEATURES.items()},
-        memory_total=_kibibytes(memory, "MemTotal"),
-        memory_free=_kibibytes(memory, "MemAvailable"),
+        memory_total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_free=free_memory_bytes(),
         gpus=_gpus(),
     )
 
@@ -100,7 +101,3 @@ def _read(path: str) -> str:
 def _field(text: str, name: str) -> str:
     match = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
     return match[1].strip() if match else ""
-
-
-def _kibibytes(text: str, name: str) -> int:
-    return 1024 * int(_field(text, name).removesuffix("kB") or 0)

@@ -1,0 +1,31 @@
+"""The README's Python runs as it stands, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=["engine", "operator"])
+def test_examples_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(code, str(README), "exec"), names)
+    if "llm" in names:
+        assert "The capital of France is Paris." in capsys.readouterr().out
+        assert names["llm"].stats().kv.in_use == 0
+    else:
+        assert names["out"].shape == (2, 7, 8, 64)
+
+
+def test_commands_exist(rooftile: Callable[..., Any]) -> None:
+    commands = re.findall(r"^rooftile ([a-z]+(?: engine)?) ", README.read_text(), re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        assert rooftile(*command.split(), "--help").exit_code == 0
