@@ -143,6 +143,9 @@ class Tokenizer:
 def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
     """The tokenizer of a model in Hugging Face format, or `None` where the directory has none.
 
+    What `encode` puts around a text is what tokenizer.json says, as in transformers 5: the flags
+    add_bos_token and add_eos_token of tokenizer_config.json only matter where there is no such file.
+
     Raises:
         ValueError: files that are damaged, or a vocabulary without a tokenizer.json.
     """
@@ -176,8 +179,6 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
         backend,
         special_tokens=special,
         chat_template=_template_of(directory, config),
-        add_bos=config.get("add_bos_token"),
-        add_eos=config.get("add_eos_token"),
     )
 
 
