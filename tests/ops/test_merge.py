@@ -42,7 +42,8 @@ def test_parts_make_the_whole(
     out, lse = merge_attention_states(outs, lses)
     expected = oracle.attend(q, kv[0], kv[1], sink=sink)
     assert (out.dtype, lse.dtype) == (dtype, lses.dtype)
-    assert_rows_close(out, expected[0], dtype)
+    # The weights exp(lses - lse) carry the rounding of lse, which may be several units.
+    assert_rows_close(out, expected[0], dtype, scale=4)
     empty = expected[1] == -math.inf
     assert torch.equal(lse == -math.inf, empty)
     torch.testing.assert_close(lse[~empty].double(), expected[1][~empty], rtol=1e-5, atol=1e-5)

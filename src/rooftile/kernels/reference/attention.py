@@ -90,8 +90,7 @@ def attention_backward(
     drift = drift.unflatten(2, heads).permute(0, 2, 3, 1)
 
     scores = _scores(wide_q, wide_k, softcap, scale)
-    visible = _visible(q, k, left, right)
-    hidden = ~visible | (lse == -torch.inf)[..., None]
+    hidden = ~_visible(q, k, left, right)
     weights = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0)
     grad_v = torch.einsum("bkgmn,bmkge->bnke", weights, g)
     grad_scores = torch.einsum("bmkge,bnke->bkgmn", g, widen(v)) - drift[..., None]
