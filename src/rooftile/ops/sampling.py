@@ -250,7 +250,7 @@ SAMPLE = Operator(
     "sample",
     f"(Tensor logits, {', '.join(f'Tensor? {name}' for name in NAMES)}) -> (Tensor, Tensor)",
     module="sampling",
-    families=("reference",),
+    families=("torch", "reference"),
     call=_call,
     fake=lambda logits, *_: (
         logits.new_empty(logits.shape[0], dtype=torch.int64),
@@ -262,7 +262,7 @@ TOP_LOGPROBS = Operator(
     "top_logprobs",
     "(Tensor logits, int k) -> (Tensor, Tensor)",
     module="sampling",
-    families=("reference",),
+    families=("torch", "reference"),
     call=_call,
     fake=lambda logits, k: (
         logits.new_empty(logits.shape[0], k),

@@ -20,14 +20,19 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
     counter: [4, rows] int64, each a 32-bit word; key: [2, rows] alike. Returns [4, rows] alike.
     """
-    multipliers = torch.tensor(MULTIPLIERS, device=counter.device).unsqueeze(1)
-    steps = torch.tensor(KEY_STEPS, device=counter.device).unsqueeze(1)
+    device = counter.device
+    multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).unsqueeze(1)
+    steps = torch.tensor(KEY_STEPS, device=device) * torch.arange(ROUNDS, device=device).unsqueeze(
+        1
+    )
+    keys = key + steps.unsqueeze(2)  # [ROUNDS, 2, rows]
     even, odd = counter[0::2], counter[1::2]
-    for _ in range(ROUNDS):
-        # The product wraps in int64; its two halves, taken by shift and mask, are right all the same.
-        product = even * multipliers
-        even, odd = ((product >> 32) & LOW).flip(0) ^ odd ^ key, (product & LOW).flip(0)
-        key = (key + steps) & LOW
+    for round_key in keys.unbind():
+        # Products wrap in int64, which keeps both their halves right; what words carry above 32
+        # bits is cut off where it would count: before a product, and at the end.
+        product = even.flip(0) * multipliers
+        even, odd = ((product >> 32) ^ odd ^ round_key) & LOW, product
+    odd = odd & LOW
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 

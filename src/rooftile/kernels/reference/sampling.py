@@ -38,8 +38,11 @@ def sample(
         output_counts,
     )
     if bias_rows is not None:
+        assert bias_ids is not None
+        assert bias_values is not None
         scores = scores.index_put((bias_rows, bias_ids), bias_values, accumulate=True)
     if banned_rows is not None:
+        assert banned_ids is not None
         banned = scores.new_tensor(-torch.inf)
         scores = scores.index_put((banned_rows, banned_ids), banned)
     tokens = scores.argmax(-1)
@@ -90,8 +93,12 @@ def filtered_weights(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    least_total: Tensor | None = None,  # [rows] float64
 ) -> Tensor:
-    """Unnormalised probabilities in float64, the largest 1, and 0 where a filter took a token."""
+    """Unnormalised probabilities in float64, the largest 1, and 0 where a filter took a token.
+
+    least_total: the mass that top_p is a share of, where `scores` are not the whole vocabulary.
+    """
     heat = temperature.double().where(temperature > 0, 1.0).unsqueeze(1)
     # The largest is subtracted before the division, so that no temperature overflows.
     weights = ((scores.double() - scores.double().amax(-1, keepdim=True)) / heat).exp()
@@ -104,9 +111,12 @@ def filtered_weights(
             ranked = ranked.where(place < limit, 0.0)
         if top_p is not None:
             mass = ranked.cumsum(-1)
+            total = mass[:, -1:]
+            if least_total is not None:
+                total = total.maximum(least_total.unsqueeze(1))
             share = top_p.double().unsqueeze(1)
             # The mass before a token: the token that crosses p stays; at p = 1 all do.
-            kept = ((mass - ranked) < share * mass[:, -1:]) | (share >= 1)
+            kept = ((mass - ranked) < share * total) | (share >= 1)
             ranked = ranked.where(kept, 0.0)
         weights = torch.zeros_like(weights).scatter(1, order, ranked)
     if min_p is not None:
