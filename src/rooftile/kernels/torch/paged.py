@@ -16,15 +16,14 @@ from rooftile.kernels.reference.attention import nothing_seen
 from rooftile.kernels.reference.paged import append_kv as append_kv_by_index
 from rooftile.kernels.reference.paged import first_visible
 from rooftile.kernels.reference.precision import widen
-from rooftile.kernels.torch.attention import add_sink, attend
-from rooftile.kernels.torch.attention import supports as fused_supports
+from rooftile.kernels.torch.attention import add_sink, attend, supports
 from rooftile.kernels.torch.rope import rotary_embedding
 
 # Keys gathered at once: keeps the gathered copies in cache and their memory bounded.
 GATHERED_BYTES = 1 << 20
-# Padding a request to the longest of its batch may waste this many pages before a batch of its
-# own is cheaper (measured: a batch costs about 80 us, a page about 1 us).
-WASTED_PAGES = 64
+# Padding requests to the longest of their batch may waste this many pages in all before a batch
+# of their own is cheaper (measured with 3 heads of 64: a batch costs 100 us, a page 3 to 6 us).
+WASTED_PAGES = 24
 # From this many bfloat16 values on, oneDNN's product beats converting them to float32.
 ONEDNN_VALUES = 1 << 17
 _ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -45,45 +44,46 @@ def paged_attention(
     softcap: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, dim], [tokens, num_q_heads]
-    out, lse = nothing_seen(q, v_pages.shape[-1])
     page_size = k_pages.shape[2]
     ends, lengths = cu_seqlens_q.tolist(), kv_lens.tolist()
     decoding: list[tuple[int, int, int]] = []  # pages, request, first page
+    filling: list[tuple[int, int, int]] = []
     for i, kv_len in enumerate(lengths):
         q_len = ends[i + 1] - ends[i]
-        if q_len == 0 or kv_len == 0:
-            continue
-        first_page = first_visible(q_len, kv_len, left) // page_size
-        pages = -(-kv_len // page_size) - first_page
-        if q_len == 1:
-            decoding.append((pages, i, first_page))
-            continue
-        table = page_table[i, None, first_page : first_page + pages]
+        if q_len and kv_len:
+            first_page = first_visible(q_len, kv_len, left) // page_size
+            item = (-(-kv_len // page_size) - first_page, i, first_page)
+            (decoding if q_len == 1 else filling).append(item)
+    page_bytes = k_pages[0].numel() * k_pages.element_size() if decoding else 1
+    groups = _similar(decoding, GATHERED_BYTES // page_bytes)
+
+    if len(groups) == 1 and len(decoding) == len(lengths) == q.shape[0]:
+        # Every token decodes, in one batch: its results are the results.
+        out, lse = _decode(q, k_pages, v_pages, page_table, lengths, groups[0], left, scale)
+        add_sink(out, lse, sink)
+        return out, lse
+
+    out, lse = nothing_seen(q, v_pages.shape[-1])
+    for pages, i, first_page in filling:
         queries = slice(ends[i], ends[i + 1])
-        k, v = (
-            x[:, :, : kv_len - first_page * page_size] for x in _gather(table, k_pages, v_pages)
-        )
+        table = page_table[i, None, first_page : first_page + pages]
+        used = slice(lengths[i] - first_page * page_size)
+        k, v = (x[:, :, used] for x in _gather(table, k_pages, v_pages))
         results = (out[None, queries], lse[None, queries])
         attend(q[None, queries], k, v, left, right, scale, *results)
-
-    page_bytes = k_pages[0].numel() * k_pages.element_size() if decoding else 0
-    for group in _similar(decoding, GATHERED_BYTES // max(page_bytes, 1)):
+    for group in groups:
         requests = [i for _, i, _ in group]
         tokens = [ends[i] for i in requests]
-        results = _decode(
-            q if tokens == list(range(q.shape[0])) else q[tokens],
-            *(k_pages, v_pages),
-            page_table if requests == list(range(len(lengths))) else page_table[requests],
+        out[tokens], lse[tokens] = _decode(
+            q[tokens],
+            k_pages,
+            v_pages,
+            page_table[requests],
             [lengths[i] for i in requests],
-            [first for _, _, first in group],
-            max(pages for pages, _, _ in group),
+            group,
             left,
             scale,
         )
-        if len(tokens) == q.shape[0] and tokens == list(range(q.shape[0])):
-            out, lse = results
-        else:
-            out[tokens], lse[tokens] = results
     used = slice(ends[-1])
     add_sink(out[used], lse[used], sink)
     return out, lse
@@ -113,12 +113,12 @@ def _decode(
     v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
     page_table: Tensor,  # [batch, max_pages]
     lengths: list[int],  # > 0
-    first_pages: list[int],
-    pages: int,
+    group: list[tuple[int, int, int]],  # pages, request, first page
     left: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # [batch, num_q_heads, v_dim], [batch, num_q_heads]
     batch, heads, page_size = len(lengths), k_pages.shape[1], k_pages.shape[2]
+    pages, first_pages = max(item[0] for item in group), [item[2] for item in group]
     # Keys by their place among the gathered ones: [first_keys, end_keys) are visible.
     end_keys = [n - f * page_size for n, f in zip(lengths, first_pages, strict=True)]
     first_keys = [max(0, end - 1 - left) if left >= 0 else 0 for end in end_keys]
@@ -163,37 +163,38 @@ def _decode(
     return out.view(batch, q.shape[1], -1), lse.view(batch, q.shape[1])
 
 
-def _gather(table: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
+def _gather(table: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
     """Copies [batch, heads, keys, dim] of the pages in table [batch, pages]."""
-    batch, heads = table.shape[0], pools[0].shape[1]
+    batch, heads = table.shape[0], k_pages.shape[1]
     table, head = table[:, None].long(), torch.arange(heads)[:, None]
-    return tuple(_gather_rows(x, table, head).view(batch, heads, -1, x.shape[3]) for x in pools)
+    k_raster, v_raster = _raster(k_pages), _raster(v_pages)
+    k_rows = (table * k_raster + head).flatten() if k_raster else table
+    if not v_raster:
+        v_rows = table
+    else:
+        v_rows = k_rows if v_raster == k_raster else (table * v_raster + head).flatten()
+    k = _rows(k_pages, k_raster).index_select(0, k_rows) if k_raster else k_pages[table, head]
+    v = _rows(v_pages, v_raster).index_select(0, v_rows) if v_raster else v_pages[table, head]
+    shape = (batch, heads, -1)
+    return k.reshape(*shape, k_pages.shape[3]), v.reshape(*shape, v_pages.shape[3])
 
 
-def _gather_rows(pages: Tensor, table: Tensor, head: Tensor) -> Tensor:
-    """Pages table [batch, 1, pages] of all heads [heads, 1]."""
-    if not _pages_are_rows(pages):
-        return pages[table, head].contiguous()
-    # As rows of one head's page each, which are copied whole: five times faster than indexing.
+def _rows(pages: Tensor, raster: int) -> Tensor:
+    """One head's page a row: whole rows copy five times faster than indexed elements."""
     size = pages.shape[2] * pages.shape[3]
-    raster = pages.stride(0) // size
-    count = (pages.shape[0] - 1) * raster + pages.shape[1]
-    rows = pages.as_strided((count, size), (size, 1))
-    return rows.index_select(0, (table * raster + head).flatten())
+    return pages.as_strided(((pages.shape[0] - 1) * raster + pages.shape[1], size), (size, 1))
 
 
-def _pages_are_rows(pages: Tensor) -> bool:
-    """Whether each head's page is contiguous and all of them lie on one raster of page sizes."""
+def _raster(pages: Tensor) -> int:
+    """How many times one head's page fits between two pages.
+
+    0 where heads' pages are not contiguous, do not follow each other or lie on no such raster.
+    """
     _, heads, page_size, dim = pages.shape
     page, head, slot, element = pages.stride()
     size = page_size * dim
-    return (
-        element == 1
-        and slot == dim
-        and (head == size or heads == 1)
-        and page % size == 0
-        and page >= heads * size
-    )
+    whole = element == 1 and slot == dim and (head == size or heads == 1)
+    return page // size if whole and page % size == 0 and page >= heads * size else 0
 
 
 def append_kv(
@@ -208,7 +209,7 @@ def append_kv(
 ) -> None:
     if slots.numel() == 0:
         return
-    if not (_pages_are_rows(k_pages) and _pages_are_rows(v_pages)):
+    if not (_raster(k_pages) and _raster(v_pages)):
         append_kv_by_index(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved)
         return
     if int(slots.min()) < 0:
@@ -220,17 +221,15 @@ def append_kv(
     _, heads, page_size, _ = k_pages.shape
     head = torch.arange(heads) * page_size
     pages = slots.long() // page_size
+    indices, indexed = slots, 0
     for pool, x in ((k_pages, k), (v_pages, v)):
-        # Slots as rows: those of page p and head h begin at (p * pages of the raster + h) * page_size.
-        raster = pool.stride(0) // (page_size * pool.shape[3])
-        indices = (pages * ((raster - 1) * page_size) + slots)[:, None] + head
-        count = ((pool.shape[0] - 1) * raster + heads) * page_size
-        rows = pool.as_strided((count, pool.shape[3]), (pool.shape[3], 1))
-        rows.index_copy_(0, indices.flatten(), x.reshape(-1, pool.shape[3]))
-
-
-def supports(call: Any) -> str | None:
-    return fused_supports(call)
+        raster = _raster(pool)
+        if raster != indexed:
+            # Slots as rows: head h of page p begins at (p * raster + h) * page_size.
+            indices = ((pages * ((raster - 1) * page_size) + slots)[:, None] + head).flatten()
+            indexed = raster
+        rows = _rows(pool, raster).view(-1, pool.shape[3])
+        rows.index_copy_(0, indices, x.reshape(-1, pool.shape[3]))
 
 
 def append_supports(call: Any) -> str | None:
