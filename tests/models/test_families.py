@@ -199,3 +199,11 @@ def llama_directory(tmp_path: Path) -> Path:
     AutoConfig.for_model("llama", **hugging_face.SMALL).save_pretrained(tmp_path)
     hugging_face.edit_config(tmp_path, architectures=["LlamaForCausalLM"])
     return tmp_path
+
+
+def test_the_first_mistral_has_its_window_by_default(llama_directory: Path) -> None:
+    hugging_face.edit_config(llama_directory, architectures=["MistralForCausalLM"])
+    for change, window in ((..., 4095), (None, None), (7, 6)):
+        hugging_face.edit_config(llama_directory, sliding_window=change)
+        config = load_model(str(llama_directory), random_weights=True).config
+        assert {layer.attention.window for layer in config.layers} == {window}

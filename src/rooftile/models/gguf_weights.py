@@ -65,6 +65,11 @@ class GGUFWeights:
         return self._names.get(name, name)
 
     def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
+        if out.device.type != "cpu":  # one transfer for each tensor, not one for each chunk
+            staged = torch.empty(out.shape, dtype=out.dtype)
+            self.read(name, staged, rows, columns)
+            out.copy_(staged)
+            return
         tensor = self._file.tensors[self._names[name]]
         first, last, _ = rows.indices(tensor.shape[0])
         if len(tensor.shape) == 1:

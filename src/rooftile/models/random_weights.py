@@ -11,6 +11,9 @@ from rooftile.models.config import DecoderConfig
 from rooftile.models.weights import WHOLE, weight_shapes
 
 STANDARD_DEVIATION = 0.02  # the usual initializer_range of model cards
+# Larger tensors repeat this many values: random numbers cost twenty times as much as copying them.
+# A prime, so that rows do not line up with the period and no two of a matrix are alike.
+PERIOD = 1_000_003
 
 
 class RandomWeights:
@@ -34,11 +37,10 @@ class RandomWeights:
             return
         seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) ^ (self.seed >> 32)
         generator = torch.Generator(out.device).manual_seed(seed)
+        whole = torch.empty(self.shapes[name], dtype=out.dtype, device=out.device)
+        flat = whole.view(-1)
         half_width = STANDARD_DEVIATION * 3**0.5
-        shape = self.shapes[name]
-        if out.shape == shape and out.is_contiguous():
-            out.uniform_(-half_width, half_width, generator=generator)
-            return
-        whole = torch.empty(shape, dtype=out.dtype, device=out.device)
-        whole.uniform_(-half_width, half_width, generator=generator)
+        flat[:PERIOD].uniform_(-half_width, half_width, generator=generator)
+        for start in range(PERIOD, flat.numel(), PERIOD):
+            flat[start : start + PERIOD] = flat[: min(PERIOD, flat.numel() - start)]
         out.copy_(whole[rows] if whole.dim() == 1 else whole[rows, columns])
