@@ -57,7 +57,7 @@ class Transformers:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError:
             raise ValueError(
-                "the peer 'transformers' is not installed: pip install transformers"
+                "the peer 'transformers' is not installed: pip install 'rooftile[peers]'"
             ) from None
         import torch
 
