@@ -194,10 +194,11 @@ def test_rollback_takes_what_later_steps_have_published_too() -> None:
     table = prefill(cache, PROMPT[:8], step=1)
     cache.extend(table, 12)
     cache.publish(table, PROMPT, 2)  # a child of a page of step 1
-    # Page 1 of this one is published under step 2, but step 1 wrote a part of it.
-    other = prefill(cache, [1, 2, 3, 4, 5], step=1)
-    cache.extend(other, 8)
-    cache.publish(other, [1, 2, 3, 4, 5, 6, 7, 8], 2)
+    # The first page of this one is published under step 2, but step 1 wrote a part of it.
+    other = prefill(cache, [1, 2, 3], step=1)
+    cache.extend(other, 4)
+    cache.publish(other, [1, 2, 3, 4], 2)
+    assert len(tree_nodes(cache)) == 4
     cache.rollback(1)
     cache.complete(2)
     assert not tree_nodes(cache)
@@ -225,6 +226,7 @@ def test_a_table_of_a_failed_step_does_not_publish_any_more() -> None:
         cache.publish(stale, PROMPT, 2)
         assert cache.match_more(stale, [*PROMPT, *PROMPT]) == 0
     assert not tree_nodes(cache)
+    assert_consistent(cache, [table, fork])
 
 
 def test_a_pending_page_that_nobody_holds_is_dropped() -> None:
@@ -400,6 +402,7 @@ def test_reset_prefix_empties_the_tree_and_leaves_live_tables_alone() -> None:
         cache.extend(stale, len(tokens))
         cache.publish(stale, tokens, 1)  # computed before the reset: not for anybody else
     assert not tree_nodes(cache)
+    assert_consistent(cache, [table, unpublished])
     again = prefill(cache, PROMPT)
     assert again.num_cached == 0
     assert cache.admit(PROMPT).num_cached == 12

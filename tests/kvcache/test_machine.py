@@ -258,7 +258,7 @@ class Machine(RuleBasedStateMachine):
                 self.past.append((sequence.root, sequence.tokens))
                 self.drop(sequence)
 
-    @precondition(lambda self: self.open.number % 16 == 0)
+    @precondition(lambda self: self.open.number % 6 == 0)
     @rule()
     def reset_prefix(self) -> None:
         self.cache.reset_prefix()

@@ -111,7 +111,7 @@ class KVCache:
         """
         _require_alive(table)
         node = table.node
-        if node is None or not node.attached or table.num_tokens != node.depth << self._shift:
+        if node is None or table.num_tokens != node.depth << self._shift:
             return 0
         return self._adopt(table, node, token_ids)
 

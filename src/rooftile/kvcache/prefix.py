@@ -15,7 +15,8 @@ class Node:
     pages: one page per KV group.
     depth: pages from the root up to and including this one.
     step: the step that will fill the page (pending), or None (ready).
-    attached: whether it is still in the tree; tables may outlive the nodes that they point to.
+    attached: whether it is still in the tree; tables may outlive the nodes that they point to. A
+        node that is not has no children and gets none.
     """
 
     __slots__ = (
