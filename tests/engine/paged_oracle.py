@@ -7,8 +7,11 @@ import pickle
 import zlib
 from collections.abc import Callable
 
+from rooftile.engine.beam import BeamSearch, Hypothesis
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import EngineCore, Limits
+from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.params import BeamSearchParams
 from rooftile.engine.runner import Runner
 from rooftile.engine.step import RowStart, StepInput, StepOutput
 from rooftile.kvcache.cache import KVCache
@@ -31,6 +34,24 @@ def expected_output(
         if tokens[-1] == EOS and not ignore_eos:
             break
     return tokens[len(prompt) :]
+
+
+def ranked_tokens(history: list[int], count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest next tokens in beam search: a function of the history, in steps of 1/64."""
+    seed = zlib.crc32(repr(history).encode())
+    order = sorted(range(VOCAB), key=lambda token: zlib.crc32(f"{seed} {token}".encode()))
+    return tuple((token, -(at + 1 + seed % 7) / 64) for at, token in enumerate(order[:count]))
+
+
+def expected_beams(prompt: list[int], params: BeamSearchParams, longest: int) -> list[Hypothesis]:
+    """The same search over the same function, without pages."""
+    end = frozenset() if params.ignore_eos else frozenset([EOS])
+    search = BeamSearch(params, end, min(params.max_tokens, longest))
+    outputs: list[list[int]] = [[]]
+    while outputs:
+        ranked = [ranked_tokens(prompt + o, search.candidates_per_beam) for o in outputs]
+        outputs = [[*outputs[c.beam], c.token] for c in search.advance(outputs, ranked)]
+    return search.results()
 
 
 class PagedOracleRunner(Runner):
@@ -72,6 +93,7 @@ class PagedOracleRunner(Runner):
         if failing == 1:
             raise RuntimeError("injected after the writes")
         tokens = []
+        logprobs: list[TokenLogprobs | None] = []
         for sample in step.samples:
             entry = step.entries[sample.entry]
             length = entry.first + len(entry.token_ids)
@@ -91,7 +113,10 @@ class PagedOracleRunner(Runner):
                 token = -1
             tokens.append(token)
             self.last_token[sample.row] = token
-        output = StepOutput(tokens, [None] * len(tokens))
+            count = start.params.logprobs
+            ranked = None if count is None else ranked_tokens(histories[0], count)
+            logprobs.append(None if ranked is None else TokenLogprobs(token, 0.0, ranked))
+        output = StepOutput(tokens, logprobs)
         return lambda: output
 
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rooftile.engine.core import EngineCore, SequenceDelta
-from rooftile.engine.params import SamplingParams
-from tests.engine.paged_oracle import EOS, VOCAB, expected_output, make_core
+from rooftile.engine.params import BeamSearchParams, SamplingParams
+from rooftile.engine.request import Sequence
+from tests.engine.paged_oracle import EOS, VOCAB, expected_beams, expected_output, make_core
 
 
 class Collected:
@@ -249,7 +250,16 @@ class EngineMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.prompts: dict[str, list[int]] = {}
         self.collected = Collected()
-        self.failures = 0
+        self.beams: dict[str, BeamSearchParams] = {}
+        self.stuck: set[str] = set()  # requests cut short for want of pages
+        stuck_sequence = self.core._scheduler.stuck_sequence
+
+        def record() -> Sequence:
+            sequence = stuck_sequence()
+            self.stuck.add(sequence.request.request_id)
+            return sequence
+
+        self.core._scheduler.stuck_sequence = record  # type: ignore[method-assign]
 
     @rule(
         family=st.integers(0, 2), length=st.integers(1, 22), n=st.integers(1, 4),
@@ -261,11 +271,26 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts[name] = [draw.randrange(VOCAB) for _ in range(length)]
         self.core.add_request(name, self.prompts[name], params(n=n, max_tokens=max_tokens))
 
+    @rule(
+        family=st.integers(0, 2), length=st.integers(1, 16), width=st.integers(1, 4),
+        max_tokens=st.integers(1, 8), early=st.sampled_from([True, False, "never"]),
+    )  # fmt: skip
+    def add_beam(
+        self, family: int, length: int, width: int, max_tokens: int, early: bool | str
+    ) -> None:
+        name = f"beam{len(self.prompts)}"
+        draw = random.Random(family)
+        self.prompts[name] = [draw.randrange(VOCAB) for _ in range(length)]
+        beam = BeamSearchParams(width, max_tokens, 0.7, early, n_best=width)  # type: ignore[arg-type]
+        self.beams[name] = beam
+        self.core.add_request(name, self.prompts[name], beam)
+
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.prompts)))
-        self.core.finish(name, data.draw(st.sampled_from([None, 0])))
+        index = None if name in self.beams else data.draw(st.sampled_from([None, 0]))
+        self.core.finish(name, index)
 
     @rule(when=st.integers(0, 1))
     def fail(self, when: int) -> None:
@@ -282,7 +307,19 @@ class EngineMachine(RuleBasedStateMachine):
             return
         for (name, index), tokens in self.collected.tokens.items():
             prompt = self.prompts[name]
+            if name in self.beams:
+                continue
             assert tokens == expected_output(prompt, 7, index, len(tokens))[: len(tokens)]
+
+    def beams_are_right(self) -> None:
+        """Every search that ran to its end found what the same search without pages finds."""
+        for name, beam in self.beams.items():
+            reasons = {self.collected.reasons.get((name, i)) for i in range(beam.width)}
+            if name in self.stuck or not reasons <= {"stop", "length"}:
+                continue
+            tokens = [self.collected.tokens[name, i] for i in range(beam.width)]
+            expected = expected_beams(self.prompts[name], beam, 64 - len(self.prompts[name]))
+            assert tokens == [list(hypothesis.token_ids) for hypothesis in expected]
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -294,6 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.collected.take(self.core.step())
         assert not self.core.has_unfinished
         self.texts_are_right()
+        self.beams_are_right()
         assert_idle(self.core)
         assert len(self.core._scheduler.free_rows) == 6
 

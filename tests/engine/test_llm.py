@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rooftile.engine.llm import LLM
+from rooftile.engine.outputs import RequestOutput
 from rooftile.engine.params import SamplingParams
 from rooftile.kvcache.spec import group_layers
 from rooftile.kvcache.storage import KVStorage
@@ -159,6 +160,148 @@ def test_logprobs_are_the_models(
     (only,) = llm.generate("logprobs", SamplingParams(max_tokens=1, logprobs=0))
     assert only.outputs[0].logprobs is not None
     assert only.outputs[0].logprobs[0].top == ()
+
+
+def assert_prompt_logprobs(
+    output: RequestOutput, top: int, next_logits: Callable[[list[int]], torch.Tensor]
+) -> None:
+    entries = output.prompt_logprobs
+    assert entries is not None
+    assert len(entries) == len(output.prompt_token_ids)
+    assert entries[0] is None
+    for at, entry in enumerate(entries[1:], 1):
+        assert entry is not None
+        logprobs = next_logits(output.prompt_token_ids[:at]).log_softmax(-1)
+        assert entry.token_id == output.prompt_token_ids[at]
+        assert entry.logprob == pytest.approx(float(logprobs[entry.token_id]), abs=1e-4)
+        best = logprobs.topk(top)
+        assert [i for i, _ in entry.top] == best.indices.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 7}, {"num_pages": 16, "pipeline_depth": 2}], ids=str
+)
+def test_prompt_logprobs_also_when_the_prefix_is_cached(
+    make_llm: Callable[..., LLM],
+    next_logits: Callable[[list[int]], torch.Tensor],
+    options: dict[str, object],
+) -> None:
+    llm = make_llm(**options)
+    prompts = ["a prompt to be scored", "a prompt of others", "x"]
+    llm.generate(prompts, GREEDY)
+    params = [
+        SamplingParams(max_tokens=0, prompt_logprobs=2),
+        SamplingParams(max_tokens=3, prompt_logprobs=2, n=2, ignore_eos=True),
+        SamplingParams(max_tokens=0, prompt_logprobs=2),
+    ]
+    outputs = llm.generate(prompts, params)
+    for output in outputs:
+        assert_prompt_logprobs(output, 2, next_logits)
+        assert output.num_cached_tokens == 0
+        assert {completion.finish_reason for completion in output.outputs} == {"length"}
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 3, 0]
+    assert llm.generate("x", GREEDY)[0].prompt_logprobs is None
+    (longest,) = llm.generate(["y" * 64], params[:1])  # as long as KV memory or the model allows
+    assert longest.prompt_logprobs is not None
+    assert len(longest.prompt_logprobs) == 64
+    assert llm.stats().kv.in_use == 0
+
+
+def test_score_shares_the_context(
+    llm: LLM, next_logits: Callable[[list[int]], torch.Tensor]
+) -> None:
+    assert llm.tokenizer is not None
+    context = "the context of them all, five pages long"
+    continuations = [" one", " two", " thirty three"]
+    best = int(next_logits(llm.tokenizer.encode(context)).argmax())
+    scores = llm.score(context, [*continuations, [best]])
+    for score, continuation in zip(scores, continuations, strict=False):
+        tokens = llm.tokenizer.encode(context)
+        for token, logprob in zip(score.token_ids, score.logprobs, strict=True):
+            expected = next_logits(tokens).log_softmax(-1)[token]
+            assert logprob == pytest.approx(float(expected), abs=1e-4)
+            tokens.append(token)
+        assert llm.tokenizer.decode(score.token_ids) == continuation
+        assert score.logprob == pytest.approx(sum(score.logprobs))
+        assert not score.is_greedy
+    assert scores[3].is_greedy
+    pages = len(llm.tokenizer.encode(context)) // 4
+    assert llm.stats().kv.pages_shared_by_prefix >= 3 * (pages - 1)
+    for context_, wrong, message in [
+        ([], ["a"], "the context is empty"),
+        ("a", [""], "a continuation is empty"),
+        ("a", ["b" * 200], "the prompt has 201 tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.score(context_, wrong)
+
+
+def test_logits_processor_sees_its_tokens_and_fails_alone(llm: LLM) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def count_up(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(output_ids))
+        logits[: len(output_ids)] = -math.inf
+        logits[len(output_ids)] = 1000.0
+        return logits
+
+    def broken(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_ids) == 2:
+            raise KeyError("mine")
+        return logits
+
+    def misshapen(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits[:5]
+
+    options = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    first, second, third, plain = llm.generate(
+        ["a", "b", "c", "d"],
+        [
+            SamplingParams(logits_processor=count_up, logprobs=0, **options),
+            SamplingParams(logits_processor=broken, **options),
+            SamplingParams(logits_processor=misshapen, **options),
+            SamplingParams(**options),
+        ],
+    )
+    assert first.outputs[0].token_ids == [0, 1, 2, 3]
+    assert seen == [(), (0,), (0, 1), (0, 1, 2)]
+    assert first.outputs[0].logprobs is not None
+    assert first.outputs[0].logprobs[0].logprob < -1  # the model's own, not the processed one
+    assert second.outputs[0].error == "logits_processor failed: KeyError: 'mine'"
+    assert len(second.outputs[0].token_ids) == 2
+    assert "logits_processor failed: RuntimeError" in (third.outputs[0].error or "")
+    assert plain.outputs[0].finish_reason == "length"
+
+
+def test_bad_words_are_never_generated(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    x, y = (llm.tokenizer.encode(letter)[-1] for letter in "xy")
+    options = {"temperature": 0, "max_tokens": 6, "logit_bias": {x: 100.0, y: 50.0}}
+
+    def text(**fields: object) -> str:
+        params = SamplingParams(**options, **fields)  # type: ignore[arg-type]
+        return llm.generate("bad", params)[0].outputs[0].text
+
+    assert text() == "xxxxxx"
+    assert text(bad_words=["xx"]) == "xyxyxy"
+    assert text(bad_words="x") == "yyyyyy"
+    assert text(bad_words=["xyx", "xx"]) == "xyyxyy"
+
+    def prefer_y(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[y] += 1000
+        return logits
+
+    assert text(bad_words=["yy"], logits_processor=prefer_y) == "yxyxyx"
+
+
+def test_the_stop_string_may_stay(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    x = llm.tokenizer.encode("x")[-1]
+    params = SamplingParams(
+        logit_bias=force(x), temperature=0, stop="xxx", include_stop_str_in_output=True
+    )
+    assert llm.generate("a", params)[0].outputs[0].text == "xxx"
 
 
 def force(token: int) -> dict[int, float]:

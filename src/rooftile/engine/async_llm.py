@@ -9,6 +9,7 @@ from typing import Any
 
 from rooftile.engine.build import build_engine
 from rooftile.engine.config import EngineConfig
+from rooftile.engine.core import Params
 from rooftile.engine.frontend import Frontend
 from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown
@@ -56,14 +57,15 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         cache_salt: Hashable = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the same, growing RequestOutput whenever it changed, until it is finished.
 
-        Leaving the iteration early, or cancelling its task, aborts the request.
+        With BeamSearchParams it searches; the n_best results come at once, at the end. Leaving
+        the iteration early, or cancelling its task, aborts the request.
         """
         output = self.add_request(prompt, params, request_id=request_id, cache_salt=cache_salt)
         async for news in self.follow(output):
@@ -72,7 +74,7 @@ class AsyncLLM:
     def add_request(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         cache_salt: Hashable = None,
@@ -87,9 +89,8 @@ class AsyncLLM:
         """
         self._require_alive()
         self._loop = asyncio.get_running_loop()
-        params = params or SamplingParams()
         text, prompt_ids = self._frontend.encode(prompt)
-        self._frontend.check(prompt_ids, params)
+        params = self._frontend.prepare(prompt_ids, params or SamplingParams())
         request_id = next(self._ids) if request_id is None else request_id
         if request_id in self._changed:
             raise ValueError(f"request id {request_id!r} is in use; choose another")

@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from rooftile.engine.beam import BeamSearch
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.outputs import EngineStats, FinishReason, TokenLogprobs
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Request, Sequence
 from rooftile.engine.runner import Runner
 from rooftile.engine.scheduler import ScheduledStep, Scheduler
 from rooftile.engine.step import StepOutput
 from rooftile.kvcache.cache import KVCache
+
+Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class SequenceDelta:
     stop_token_id: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens
+    cumulative_logprob: float | None = None  # of a beam
+    score: float | None = None  # of a beam
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Limits:
     kv_tokens: int  # of the smallest KV group
     max_num_seqs: int
 
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: list[int], params: Params) -> None:
         """Refuse what can never run.
 
         Raises:
@@ -58,19 +64,28 @@ class Limits:
                     f"prompt token id {token!r} is outside the vocabulary 0..{self.vocab_size - 1}"
                 )
         length = len(prompt_ids)
-        if length >= self.max_model_len:
+        most = self.max_model_len if params.max_tokens == 0 else self.max_model_len - 1
+        if length > most:
+            room = "" if params.max_tokens == 0 else ", which leaves room for one new token"
             raise ValueError(
                 f"the prompt has {length} tokens; with max_model_len {self.max_model_len} it may "
-                f"have at most {self.max_model_len - 1}, which leaves room for one new token"
+                f"have at most {most}{room}"
             )
         if length > self.kv_tokens:
             raise ValueError(
                 f"the prompt has {length} tokens, but all KV memory holds {self.kv_tokens}; "
                 f"raise num_pages or kv_memory_share"
             )
-        if params.n > self.max_num_seqs:
-            raise ValueError(f"n is {params.n}; the engine runs max_num_seqs {self.max_num_seqs}")
-        params.check_vocabulary(self.vocab_size)
+        if isinstance(params, BeamSearchParams):
+            name, rows = "width", params.width
+        else:
+            name, rows = "n", params.n
+            params.check_vocabulary(self.vocab_size)
+        if rows > self.max_num_seqs:
+            raise ValueError(f"{name} is {rows}; the engine runs max_num_seqs {self.max_num_seqs}")
+
+
+NOT_FINITE = "the model gave logits that are not finite (NaN or infinite)"
 
 
 @dataclass(frozen=True)
@@ -108,10 +123,13 @@ class EngineCore:
         self,
         request_id: str,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: Params,
         cache_salt: Hashable = None,
+        score_from: int = 1,
     ) -> None:
         """Queue a request.
+
+        score_from: where prompt_logprobs begin; the prefix cache is read up to there.
 
         Raises:
             ValueError: what `Limits.check` refuses, or an id that is in use.
@@ -120,16 +138,24 @@ class EngineCore:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         self.limits.check(prompt_ids, params)
         longest = self.limits.max_model_len - len(prompt_ids)
-        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        max_new = longest if params.max_tokens is None else min(longest, params.max_tokens)
+        eos: frozenset[int] = frozenset() if params.ignore_eos else self._eos_token_ids
+        beam = None
+        if isinstance(params, BeamSearchParams):
+            beam = BeamSearch(params, eos, max_new)
+            count = min(beam.candidates_per_beam, self.limits.vocab_size)
+            params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=count)
         request = Request(
             request_id,
             self._num_arrivals,
             prompt_ids,
             params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_new_tokens=min(longest, params.max_tokens or longest),
+            max_new_tokens=max_new,
             stop_token_ids=eos | frozenset(params.stop_token_ids),
             cache_root=cache_salt,
+            beam=beam,
+            score_next=score_from,
         )
         self._num_arrivals += 1
         self._prompt_tokens += len(prompt_ids)
@@ -184,6 +210,8 @@ class EngineCore:
         if not launched and self._scheduler.has_unfinished:
             # Alone and out of pages: it ends with what it has, so that the engine never stands still.
             sequence = self._scheduler.stuck_sequence()
+            if sequence.request.beam is not None:
+                return self._end_beams(sequence.request, cut=True)
             return [self._finish(sequence, "length")]
         return []
 
@@ -197,22 +225,37 @@ class EngineCore:
         self._cache.complete(plan.input.step)
         for request in plan.requests:
             request.suspect = False
-        deltas = []
-        for sequence, token, logprobs in zip(
-            plan.sampled, output.token_ids, output.logprobs, strict=True
+        deltas = [
+            SequenceDelta(request.request_id, 0, prompt_logprobs=tuple(logprobs))
+            for request, logprobs in zip(plan.scored, output.prompt_logprobs, strict=True)
+            if not request.finished
+        ]
+        for at, (sequence, token, logprobs) in enumerate(
+            zip(plan.sampled, output.token_ids, output.logprobs, strict=True)
         ):
             sequence.num_pending -= 1
-            if not sequence.finished:  # else an overrun past a stop, which is dropped
+            if sequence.finished:  # an overrun past a stop, which is dropped
+                continue
+            if token < 0:
+                deltas += self._refuse(sequence, output.errors.get(at, NOT_FINITE))
+            elif sequence.request.beam is not None:
+                assert logprobs is not None
+                sequence.candidates = logprobs.top
+            else:
                 deltas.append(self._append(sequence, token, logprobs))
+        for request in plan.requests:
+            if request.finished:
+                continue
+            if request.beam is not None:
+                deltas += self._advance_beams(request)
+            elif request.max_new_tokens == 0:
+                deltas += self._end_scored(request)
         return deltas
 
     def _append(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
     ) -> SequenceDelta:
         request = sequence.request
-        if token < 0:
-            message = "the model gave logits that are not finite (NaN or infinite)"
-            return self._finish(sequence, "error", error=message)
         sequence.token_ids.append(token)
         self._generation_tokens += 1
         news: dict[str, object] = {"token_ids": (token,), "logprobs": (logprobs,)}
@@ -221,6 +264,72 @@ class EngineCore:
         if len(sequence.output_ids) == request.max_new_tokens:
             return self._finish(sequence, "length", **news)
         return self._delta(sequence, **news)
+
+    def _refuse(self, sequence: Sequence, error: str) -> list[SequenceDelta]:
+        """End a sequence with an error, and with a beam its whole search."""
+        if sequence.request.beam is not None:
+            return self._refuse_request(sequence.request, error)
+        return [self._finish(sequence, "error", error=error)]
+
+    def _refuse_request(self, request: Request, error: str) -> list[SequenceDelta]:
+        running = [sequence for sequence in request.sequences if not sequence.finished]
+        deltas = [self._finish(sequence, "error", error=error) for sequence in running]
+        if request.beam is None:
+            return deltas
+        return [
+            SequenceDelta(request.request_id, index, finish_reason="error", error=error)
+            for index in range(request.beam.n_best)
+        ]
+
+    def _end_scored(self, request: Request) -> list[SequenceDelta]:
+        """A request without new tokens ends once its prompt is computed."""
+        if request.sequences[0].num_computed < request.num_prompt_tokens:
+            return []
+        return [self._finish(sequence, "length") for sequence in request.sequences]
+
+    def _advance_beams(self, request: Request) -> list[SequenceDelta]:
+        """Once every beam knows its candidates: the next beams, or the end."""
+        assert request.beam is not None
+        candidates = [s.candidates for s in request.sequences if s.candidates is not None]
+        if len(candidates) < len(request.sequences):
+            return []
+        outputs = [sequence.output_ids for sequence in request.sequences]
+        continuations = request.beam.advance(outputs, candidates)
+        self._generation_tokens += len(continuations)
+        if not continuations:
+            return self._end_beams(request)
+        self._scheduler.replace_beams(request, continuations)
+        return []
+
+    def _end_beams(self, request: Request, cut: bool = False) -> list[SequenceDelta]:
+        """The best hypotheses as this request's sequences; `cut` counts running ones as finished."""
+        assert request.beam is not None
+        running = [sequence.output_ids for sequence in request.sequences] if cut else []
+        for sequence in request.sequences:
+            self._finish(sequence, "length")
+        deltas = []
+        results = request.beam.results(running)
+        for index, best in enumerate(results):
+            ended = best.token_ids[-1] in request.stop_token_ids
+            deltas.append(
+                SequenceDelta(
+                    request.request_id,
+                    index,
+                    best.token_ids,
+                    (None,) * len(best.token_ids),
+                    finish_reason="stop" if ended else "length",
+                    stop_token_id=best.token_ids[-1] if ended else None,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                    cumulative_logprob=best.logprob,
+                    score=best.score,
+                )
+            )
+        error = f"the search found only {len(results)} continuations"
+        for index in range(len(results), request.beam.n_best):
+            deltas.append(
+                SequenceDelta(request.request_id, index, finish_reason="error", error=error)
+            )
+        return deltas
 
     def _delta(self, sequence: Sequence, **news: object) -> SequenceDelta:
         request = sequence.request
@@ -250,8 +359,4 @@ class EngineCore:
         if len(requests) != 1:
             return []  # each of them is tried again, alone
         message = f"the step failed: {type(error).__name__}: {error}"
-        return [
-            self._finish(sequence, "error", error=message)
-            for sequence in requests[0].sequences
-            if not sequence.finished
-        ]
+        return self._refuse_request(requests[0], message)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import index
 from typing import Any
 
-from rooftile.engine.core import Limits, SequenceDelta
+from rooftile.engine.bad_words import BadWords
+from rooftile.engine.core import Limits, Params, SequenceDelta
 from rooftile.engine.detokenizer import IncrementalDecoder, StopStrings
 from rooftile.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 
@@ -39,14 +41,17 @@ class TextState:
         for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
             output.token_ids.append(token)
             if logprobs is not None:
-                output.logprobs = [*(output.logprobs or []), logprobs]
-                output.cumulative_logprob += logprobs.logprob
+                assert output.logprobs is not None
+                output.logprobs.append(logprobs)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
             if token != delta.stop_token_id and self._decoder is not None:
                 self._text += self._decoder.push(token)
         if delta.finish_reason is not None and self._decoder is not None:
             self._text += self._decoder.flush()
         output.finish_reason = delta.finish_reason
         output.error = delta.error
+        if delta.score is not None:
+            output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
         if delta.stop_token_id in self._params.stop_token_ids:
             output.stop_reason = delta.stop_token_id
         found = None
@@ -54,6 +59,8 @@ class TextState:
             found = self._stops.find(self._text, new_from)
         if found is not None:
             at, output.stop_reason = found
+            if self._params.include_stop_str_in_output:
+                at += len(output.stop_reason)
             output.text = self._text = self._text[:at]
             output.finish_reason = "stop"
             return delta.finish_reason is None
@@ -104,7 +111,9 @@ class Frontend:
         self.limits = limits
         self._open: dict[str, RequestState] = {}
 
-    def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+    def encode(
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
         """(text or None, token ids).
 
         Raises:
@@ -117,7 +126,7 @@ class Frontend:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"the prompt is not valid Unicode text: {error}") from None
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
         try:
             return None, [index(token) for token in prompt]
         except TypeError:
@@ -136,15 +145,43 @@ class Frontend:
         text = self.tokenizer.render_chat(messages, **options)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def prepare(self, prompt_ids: list[int], params: Params) -> Params:
+        """Check a request; returns its parameters with words turned into tokens.
+
+        Raises:
+            ValueError: what `Limits.check` refuses; words without a tokenizer.
+        """
         self.limits.check(prompt_ids, params)
+        if isinstance(params, BeamSearchParams):
+            return params
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which this model does not have")
+        if not params.bad_words:
+            return params
+        if self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, which this model does not have")
+        spellings = [spelling for word in params.bad_words for spelling in (word, f" {word}")]
+        words = [
+            tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
+            for spelling in spellings
+        ]
+        ban = BadWords(tuple(dict.fromkeys(words)), params.logits_processor)
+        return replace(params, bad_words=(), logits_processor=ban)
 
     def open(
-        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: Params,
+        score_from: int = 1,
     ) -> RequestOutput:
+        """Begin a request's texts. score_from: the first prompt token with a log-probability."""
+        if isinstance(params, BeamSearchParams):
+            params = SamplingParams(n=params.n_best, skip_special_tokens=params.skip_special_tokens)
         state = RequestState(request_id, prompt, prompt_ids, params, self.tokenizer)
+        if params.prompt_logprobs is not None:
+            state.output.prompt_logprobs = [None] * score_from
         self._open[request_id] = state
         return state.output
 
@@ -157,7 +194,9 @@ class Frontend:
         now = time.monotonic()
         if delta.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
-        output.num_cached_tokens = delta.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs += delta.prompt_logprobs
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         stopped = state.texts[delta.index].apply(delta)
         if output.finished:
             self._close(delta.request_id, now)

@@ -9,9 +9,10 @@ from typing import Any
 
 from rooftile.engine.build import build_engine
 from rooftile.engine.config import EngineConfig
+from rooftile.engine.core import Params
 from rooftile.engine.frontend import Frontend
-from rooftile.engine.outputs import EngineStats, RequestOutput
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.outputs import EngineStats, RequestOutput, Score
+from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -68,18 +69,57 @@ class LLM:
         many = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
-        if len(params) != len(many):
-            raise ValueError(f"{len(params)} SamplingParams for {len(many)} prompts; give one each")
-        outputs = self._add(many, params)
-        try:
-            with _progress_bar(len(outputs)) if progress else nullcontext() as advance:
-                while not all(output.finished for output in outputs):
-                    for output in self._step():
-                        if advance is not None and output.finished:
-                            advance(output)
-        finally:
-            self._abort_unfinished(outputs)
-        return outputs
+        return self._finish_all(self._add(many, params), progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """The n_best continuations of each prompt by beam search, best first, with their scores.
+
+        Beams share pages and copy the last one only when they write to it.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot run, named with its limit.
+        """
+        many = _as_prompts(prompts)
+        params = params or BeamSearchParams()
+        return self._finish_all(self._add(many, [params] * len(many)), progress)
+
+    def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+        """The log-probabilities of each continuation after the same context.
+
+        The context is computed once; its pages are shared. Text is tokenised piece by piece.
+
+        Raises:
+            ValueError: an empty context or continuation, or one that is too long.
+        """
+        _, context_ids = self._frontend.encode(context)
+        if not context_ids:
+            raise ValueError("the context is empty; give at least one token")
+        pieces = [self._frontend.encode(c, add_special_tokens=False)[1] for c in continuations]
+        if not all(pieces):
+            raise ValueError("a continuation is empty; give at least one token")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        outputs = self._finish_all(
+            self._add(
+                [context_ids + piece for piece in pieces],
+                [params] * len(pieces),
+                score_from=len(context_ids),
+            )
+        )
+        scores = []
+        for output, piece in zip(outputs, pieces, strict=True):
+            (completion,) = output.outputs
+            if completion.error is not None:
+                raise RuntimeError(completion.error)
+            entries = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+            greedy = all(entry.top[0][0] == entry.token_id for entry in entries)
+            scores.append(Score(tuple(piece), tuple(e.logprob for e in entries), greedy))
+        return scores
 
     def chat(
         self,
@@ -133,20 +173,38 @@ class LLM:
         self._core.reset_prefix_cache()
 
     def _add(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: Sequence[Params], score_from: int = 1
     ) -> list[RequestOutput]:
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"{len(params)} SamplingParams for {len(prompts)} prompts; give one each"
+            )
         encoded = [self._frontend.encode(prompt) for prompt in prompts]
+        prepared = []
         for number, ((_, ids), each) in enumerate(zip(encoded, params, strict=True)):
             try:
-                self._frontend.check(ids, each)
+                prepared.append(self._frontend.prepare(ids, each))
             except ValueError as error:
                 where = f"prompt {number}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
         outputs = []
-        for (text, ids), each in zip(encoded, params, strict=True):
+        for (text, ids), each in zip(encoded, prepared, strict=True):
             request_id = next(self._ids)
-            outputs.append(self._frontend.open(request_id, text, ids, each))
-            self._core.add_request(request_id, ids, each)
+            outputs.append(self._frontend.open(request_id, text, ids, each, score_from))
+            self._core.add_request(request_id, ids, each, score_from=score_from)
+        return outputs
+
+    def _finish_all(
+        self, outputs: list[RequestOutput], progress: bool = False
+    ) -> list[RequestOutput]:
+        try:
+            with _progress_bar(len(outputs)) if progress else nullcontext() as advance:
+                while not all(output.finished for output in outputs):
+                    for output in self._step():
+                        if advance is not None and output.finished:
+                            advance(output)
+        finally:
+            self._abort_unfinished(outputs)
         return outputs
 
     def _step(self) -> list[RequestOutput]:

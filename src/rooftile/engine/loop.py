@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rooftile.engine.core import EngineCore, SequenceDelta
 from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown, ToEngine
 from rooftile.engine.outputs import EngineStats
+from rooftile.engine.params import BeamSearchParams
 
 FromEngine = list[SequenceDelta] | EngineStats | EngineDied
 
@@ -62,11 +63,13 @@ class EngineThread:
                 message.request_id, message.prompt_ids, message.params, message.cache_salt
             )
         except ValueError as error:  # the sender checks too; this keeps a bad message harmless
+            params = message.params
+            count = params.n_best if isinstance(params, BeamSearchParams) else params.n
             self._post(
                 [
                     SequenceDelta(
                         message.request_id, index, finish_reason="error", error=str(error)
                     )
-                    for index in range(message.params.n)
+                    for index in range(count)
                 ]
             )

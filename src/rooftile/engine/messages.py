@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.core import Params
 
 
 @dataclass(frozen=True)
 class AddRequest:
     request_id: str
     prompt_ids: list[int]
-    params: SamplingParams
+    params: Params
     cache_salt: Hashable = None
 
 

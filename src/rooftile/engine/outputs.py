@@ -29,7 +29,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = None  # with logprobs, and in beam search
+    score: float | None = None  # in beam search, what the continuations are ranked by
     error: str | None = None
 
     @property
@@ -62,6 +63,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    # With SamplingParams.prompt_logprobs: one a prompt token, None for the first.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -80,3 +83,16 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int  # of finished and running requests, cached ones included
     generation_tokens: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is after its context."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of each token, given everything before it
+    is_greedy: bool  # every token is the likeliest at its place
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.logprobs)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,19 @@ class SamplingParams:
         output tokens.
     logit_bias: token id -> added to its logit.
     seed: same seed, same text; None draws one. Samples of one request always differ.
-    max_tokens: at most so many new tokens; None: until the model's length is reached.
+    max_tokens: at most so many new tokens; None: until the model's length is reached; 0 is
+        allowed with prompt_logprobs, to score a prompt and nothing else.
     min_tokens: no stop (token or string) before so many new tokens.
-    stop: strings that end the text and are cut from it. stop_token_ids: tokens that end it.
+    stop: strings that end the text and are cut from it, unless include_stop_str_in_output.
+    stop_token_ids: tokens that end it.
+    bad_words: strings that are never generated, at the start of a word or within a text.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     logprobs: with each token, its log-probability and that of the k likeliest (0: only its own),
         from the unmodified distribution of the model.
+    prompt_logprobs: the same for each prompt token but the first. Such a request does not read
+        the prefix cache, since cached tokens have no logits.
+    logits_processor: called as f(output_ids, logits [vocab] float32) -> logits before each token,
+        ahead of the penalties; what it raises is this request's error.
     skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -45,9 +57,13 @@ class SamplingParams:
     max_tokens: int | None = 256
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processor: LogitsProcessor | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -62,14 +78,19 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
+            least = 1 if self.prompt_logprobs is None else 0
+            _whole("max_tokens", self.max_tokens, least)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0)
-        for flag in ("ignore_eos", "skip_special_tokens"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0)
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ValueError(f"logits_processor is {self.logits_processor!r}; it must be callable")
+        for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, flag), bool):
                 raise ValueError(f"{flag} is {getattr(self, flag)!r}; it must be True or False")
-        self._normalise("stop", _stop_strings(self.stop))
+        self._normalise("stop", _strings("stop", self.stop))
+        self._normalise("bad_words", _strings("bad_words", self.bad_words))
         self._normalise("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._normalise("logit_bias", _logit_bias(self.logit_bias))
 
@@ -88,6 +109,11 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether each step of the request needs the values of its tokens on the host."""
+        return self.logits_processor is not None
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids and counts that the model's vocabulary does not have."""
@@ -129,15 +155,15 @@ def _number(
         raise ValueError(f"{name} is {value!r}; it must be a finite number {limit}")
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None or isinstance(stop, str):
-        strings: tuple[Any, ...] = () if stop is None else (stop,)
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    if values is None or isinstance(values, str):
+        strings: tuple[Any, ...] = () if values is None else (values,)
     else:
-        strings = _listed("stop", stop)
+        strings = _listed(name, values)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(
-                f"stop has {string!r}; it must be a non-empty string or a list of them"
+                f"{name} has {string!r}; it must be a non-empty string or a list of them"
             )
     return strings
 
@@ -165,3 +191,37 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
         _whole("logit_bias key", token, 0)
         _number(f"logit_bias[{token}]", value, -100.0, 100.0)
     return dict(bias)
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search: the `width` likeliest continuations are kept at each step.
+
+    max_tokens: at most so many new tokens. n_best: how many of the finished ones are returned.
+    length_penalty: a finished continuation scores sum of log-probabilities divided by its length
+        (generated tokens, without the prompt) to this power; above 0 favours longer ones.
+    early_stopping: True ends once `width` are finished; False when the best running one, at its
+        present length, cannot beat the worst finished; "never" reckons with max_tokens instead.
+    ignore_eos: only max_tokens ends a continuation.
+
+    Raises:
+        ValueError: a value outside its range; the message names it and the range.
+    """
+
+    width: int = 4
+    max_tokens: int = 64
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    n_best: int = 1
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _whole("width", self.width, 1)
+        _whole("max_tokens", self.max_tokens, 1)
+        _number("length_penalty", self.length_penalty, -math.inf)
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'"
+            )
+        _whole("n_best", self.n_best, 1, self.width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from rooftile.engine.beam import BeamSearch
 from rooftile.engine.outputs import FinishReason
 from rooftile.engine.params import SamplingParams
 from rooftile.kvcache.page_table import PageTable
@@ -28,6 +29,8 @@ class Sequence:
     row_started: bool = False  # the runner knows this row's sampling state
     pages_sent: list[list[int]] = field(default_factory=list)  # the runner's copy of the page table
     finish_reason: FinishReason | None = None
+    # In beam search: the likeliest next tokens, until every beam has them.
+    candidates: tuple[tuple[int, float], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -47,8 +50,15 @@ class Sequence:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can take it further: not finished, and allowed one more token."""
-        return not self.finished and self.num_generated < self.request.max_new_tokens
+        """Whether a step can take it further now."""
+        request = self.request
+        if self.finished or self.candidates is not None:
+            return False
+        if request.needs_values and self.num_pending:
+            return False
+        # The last new token is returned without being computed; a prompt always is.
+        most = request.num_prompt_tokens + max(request.max_new_tokens - 1, 0)
+        return self.num_computed < min(self.num_tokens, most)
 
 
 @dataclass(eq=False)
@@ -65,9 +75,22 @@ class Request:
     forked: bool = False  # the prompt was computed, and every sequence has gone its own way
     suspect: bool = False  # was in a failed step; runs alone until a step succeeds
     num_cached_tokens: int | None = None
+    beam: BeamSearch | None = None
+    spare_rows: list[int] = field(default_factory=list)  # for beams that are yet to come
+    # Prompt tokens before `score_next` need no log-probability (any more).
+    score_next: int = 1
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, i, list(self.prompt_ids)) for i in range(self.params.n)]
+
+    @property
+    def needs_values(self) -> bool:
+        return self.beam is not None or self.params.needs_values
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.score_next < self.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rooftile.engine.sampler import Sampler
-from rooftile.engine.step import StepEntry, StepInput, StepOutput
+from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.sampler import Sampler, token_logprobs
+from rooftile.engine.step import ScoreSlot, StepEntry, StepInput, StepOutput
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
 from rooftile.models.decoder import Decoder
 from rooftile.types import PagedBatch
+
+# Prompt tokens whose logits are computed at once: bounds the memory of prompt_logprobs.
+SCORED_ROWS = 128
 
 
 class Runner:
@@ -56,15 +61,28 @@ class Runner:
             self._page_tables[update.group][update.row, update.start : end] = pages
         self._storage.copy_pages(step.copies)
         hidden, cu_seqlens_q = self._forward(step.entries)
+        prompt_logprobs = [self._score(hidden, cu_seqlens_q, slot) for slot in step.scores]
         if not step.samples:
-            return StepOutput([], [])
+            return StepOutput([], [], prompt_logprobs=prompt_logprobs)
         last = cu_seqlens_q[1:].to(torch.int64) - 1
         entries = torch.tensor([sample.entry for sample in step.samples], device=self._device)
         logits = self._decoder.logits(hidden[last[entries]])
         tokens, output = self._sampler.sample(logits, step.samples)
         rows = torch.tensor([sample.row for sample in step.samples], device=self._device)
         self._last_token[rows] = tokens
-        return output
+        return replace(output, prompt_logprobs=prompt_logprobs)
+
+    def _score(self, hidden: Tensor, cu_seqlens_q: Tensor, slot: ScoreSlot) -> list[TokenLogprobs]:
+        """Log-probabilities of an entry's prompt tokens, a bounded number of rows at a time."""
+        first = int(cu_seqlens_q[slot.entry]) + slot.start
+        results: list[TokenLogprobs] = []
+        for start in range(0, len(slot.targets), SCORED_ROWS):
+            targets = slot.targets[start : start + SCORED_ROWS]
+            at = first + start
+            logits = self._decoder.logits(hidden[at : at + len(targets)])
+            ids = torch.tensor(targets, device=self._device)
+            results += token_logprobs(logits, ids, [slot.top] * len(targets))
+        return results
 
     def _forward(self, entries: list[StepEntry]) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] of the step's tokens, and cu_seqlens_q [batch + 1]."""

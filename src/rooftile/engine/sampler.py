@@ -37,6 +37,8 @@ class Sampler:
         # Token counts take a vocabulary a row, so only rows whose penalties need them have them.
         self._prompt_mask: dict[int, Tensor] = {}
         self._output_counts: dict[int, Tensor] = {}
+        # The tokens so far, on the host, for rows with a logits processor.
+        self._output_ids: dict[int, list[int]] = {}
 
     def start(self, start: RowStart) -> None:
         row = start.row
@@ -47,6 +49,9 @@ class Sampler:
         self._sample_index[row] = start.sample_index
         self._prompt_mask.pop(row, None)
         self._output_counts.pop(row, None)
+        self._output_ids.pop(row, None)
+        if start.params.logits_processor is not None:
+            self._output_ids[row] = list(start.output_ids)
         if start.params.counts_tokens:
             prompt = torch.tensor(start.prompt_ids, dtype=torch.int64, device=self._device)
             output = torch.tensor(start.output_ids, dtype=torch.int64, device=self._device)
@@ -61,12 +66,47 @@ class Sampler:
     ) -> tuple[Tensor, StepOutput]:
         """The new tokens on the device [slots], for the rows' next step, and on the host."""
         starts = [self._start_of(slot) for slot in slots]
-        tokens, logprobs = sample(logits, self._tensors(slots, starts))
+        processed, errors = self._process(logits, slots, starts)
+        tokens, _ = sample(processed, self._tensors(slots, starts))
+        for at in errors:
+            tokens[at] = -1
         for token, slot in zip(tokens, slots, strict=True):
             if slot.row in self._output_counts:
                 # -1 marks a failed row, which takes no further step.
                 self._output_counts[slot.row][token.clamp(min=0)] += 1
-        return tokens, self._output(logits, starts, tokens, logprobs)
+            if slot.row in self._output_ids:
+                self._output_ids[slot.row].append(int(token))
+        token_ids = tokens.tolist()
+        wanted = {
+            at: start.params.logprobs
+            for at, start in enumerate(starts)
+            if start.params.logprobs is not None and token_ids[at] >= 0
+        }
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if wanted:
+            rows = list(wanted)
+            found = token_logprobs(logits[rows], tokens[rows], list(wanted.values()))
+            for at, entry in zip(rows, found, strict=True):
+                logprobs[at] = entry
+        return tokens, StepOutput(token_ids, logprobs, errors)
+
+    def _process(
+        self, logits: Tensor, slots: Sequence[SampleSlot], starts: Sequence[RowStart]
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Logits after the requests' own processors, and by slot what went wrong in them."""
+        errors: dict[int, str] = {}
+        processed = logits
+        for at, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            process = start.params.logits_processor
+            if process is None:
+                continue
+            if processed is logits:
+                processed = logits.clone()
+            try:
+                processed[at] = process(tuple(self._output_ids[slot.row]), logits[at].clone())
+            except Exception as error:  # it is the user's code: whatever it raises is their error
+                errors[at] = f"logits_processor failed: {type(error).__name__}: {error}"
+        return processed, errors
 
     def _start_of(self, slot: SampleSlot) -> RowStart:
         start = self._starts[slot.row]
@@ -115,19 +155,17 @@ class Sampler:
         nothing = torch.zeros(self._vocab_size, dtype=dtype, device=self._device)
         return torch.stack([tables.get(slot.row, nothing) for slot in slots])
 
-    def _output(
-        self, logits: Tensor, starts: Sequence[RowStart], tokens: Tensor, logprobs: Tensor
-    ) -> StepOutput:
-        token_ids = tokens.tolist()
-        wanted = [at for at, start in enumerate(starts) if start.params.logprobs is not None]
-        if not wanted:
-            return StepOutput(token_ids, [None] * len(token_ids))
-        chosen = logprobs.tolist()
-        results: list[TokenLogprobs | None] = [None] * len(token_ids)
-        most = max(starts[at].params.logprobs or 0 for at in wanted)
-        top, ids = (t.tolist() for t in top_logprobs(logits[wanted], most))
-        for at, row_top, row_ids in zip(wanted, top, ids, strict=True):
-            count = starts[at].params.logprobs or 0
-            pairs = tuple(zip(row_ids[:count], row_top[:count], strict=True))
-            results[at] = TokenLogprobs(token_ids[at], chosen[at], pairs)
-        return StepOutput(token_ids, results)
+
+def token_logprobs(
+    logits: Tensor,  # [rows, vocab] float32
+    token_ids: Tensor,  # [rows]
+    tops: Sequence[int],  # of each row, how many of the likeliest tokens to report
+) -> list[TokenLogprobs]:
+    chosen = logits.gather(1, token_ids[:, None]).squeeze(1) - logits.logsumexp(-1)
+    top, ids = (t.tolist() for t in top_logprobs(logits, max(tops, default=0)))
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(row_ids[:count], row_top[:count], strict=True)))
+        for token, logprob, row_ids, row_top, count in zip(
+            token_ids.tolist(), chosen.tolist(), ids, top, tops, strict=True
+        )
+    ]

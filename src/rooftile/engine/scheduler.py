@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
 from rooftile.engine.request import Request, Sequence
-from rooftile.engine.step import PageUpdate, RowStart, SampleSlot, StepEntry, StepInput
+from rooftile.engine.step import (
+    PageUpdate,
+    RowStart,
+    SampleSlot,
+    ScoreSlot,
+    StepEntry,
+    StepInput,
+)
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.pool import OutOfPages
 
@@ -19,6 +27,7 @@ class ScheduledStep:
     input: StepInput
     scheduled: list[Sequence] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
+    scored: list[Request] = field(default_factory=list)  # one a score slot
 
     @property
     def requests(self) -> list[Request]:
@@ -84,10 +93,12 @@ class Scheduler:
     def _take_rows(self, request: Request) -> bool:
         """Move a waiting request to the running ones, if its rows and token values are there."""
         sequences = [s for s in request.sequences if not s.finished]
-        if len(sequences) > len(self.free_rows) or any(s.num_pending for s in sequences):
+        rows = len(sequences) if request.beam is None else request.beam.width
+        if rows > len(self.free_rows) or any(s.num_pending for s in sequences):
             return False
         for sequence in sequences:
             sequence.row = self.free_rows.pop()
+        request.spare_rows = [self.free_rows.pop() for _ in range(rows - len(sequences))]
         del self.waiting[request]
         self.running[request] = None
         return True
@@ -106,7 +117,7 @@ class Scheduler:
         admitted = sequence.table is None
         if admitted:
             self._admit(sequence)
-        elif sequence.num_tokens - sequence.num_computed > 1:
+        elif sequence.num_tokens - sequence.num_computed > 1 and not sequence.request.scores_prompt:
             self._adopt_published(sequence)
         table = sequence.table
         assert table is not None
@@ -132,13 +143,17 @@ class Scheduler:
         plan.input.entries.append(StepEntry(sequence.row, first, known + unknown, write_from))
         plan.scheduled.append(sequence)
         sequence.num_computed = end
-        if end == sequence.num_tokens:
+        if sequence.request.scores_prompt:
+            self._score(plan, sequence, first, end)
+        if end == sequence.num_tokens and sequence.request.max_new_tokens:
             self._sample(plan, sequence)
         return True
 
     def _admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        sequence.table = self.cache.admit(sequence.token_ids, request.cache_root)
+        # The logits of what is yet to be scored must be computed, so the cache ends before it.
+        readable = max(request.score_next - 1, 0) if request.scores_prompt else None
+        sequence.table = self.cache.admit(sequence.token_ids[:readable], request.cache_root)
         # The last token is always computed, since its logits are needed.
         sequence.num_computed = min(sequence.table.num_tokens, sequence.num_tokens - 1)
         if request.num_cached_tokens is None:
@@ -173,22 +188,39 @@ class Scheduler:
             plan.sampled.append(target)
             target.num_pending += 1
 
+    def _score(self, plan: ScheduledStep, sequence: Sequence, first: int, end: int) -> None:
+        """Ask for the log-probabilities of prompt tokens that follow tokens first .. end - 1."""
+        request = sequence.request
+        begin, stop = max(request.score_next, first + 1), min(end + 1, request.num_prompt_tokens)
+        if begin >= stop:
+            return
+        assert request.params.prompt_logprobs is not None
+        slot = ScoreSlot(
+            entry=len(plan.input.entries) - 1,
+            start=begin - 1 - first,
+            targets=request.prompt_ids[begin:stop],
+            top=request.params.prompt_logprobs,
+        )
+        plan.input.scores.append(slot)
+        plan.scored.append(request)
+        request.score_next = stop
+
     def _start_row(self, plan: ScheduledStep, sequence: Sequence) -> None:
         if sequence.row_started:
             return
         sequence.row_started = True
         request = sequence.request
         assert sequence.row is not None
-        counted = request.params.counts_tokens
+        params = request.params
         plan.input.starts.append(
             RowStart(
                 sequence.row,
-                request.params,
+                params,
                 request.seed,
                 sequence.index,
                 request.stop_token_ids,
-                tuple(request.prompt_ids) if counted else (),
-                tuple(sequence.output_ids) if counted else (),
+                tuple(request.prompt_ids) if params.counts_tokens else (),
+                tuple(sequence.output_ids) if params.counts_tokens or params.needs_values else (),
             )
         )
 
@@ -222,6 +254,7 @@ class Scheduler:
         for sequence in request.sequences:
             self._release(sequence)
             self._free_row(sequence)
+        self._free_spare_rows(request)
         del self.running[request]
         self.waiting[request] = None
         self.waiting.move_to_end(request, last=False)
@@ -240,12 +273,17 @@ class Scheduler:
             sequence.row = None
         sequence.row_started = False
 
+    def _free_spare_rows(self, request: Request) -> None:
+        self.free_rows += request.spare_rows
+        request.spare_rows = []
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and give back all it holds. A step in flight may still compute for it."""
         sequence.finish_reason = reason
         self._release(sequence)
         self._free_row(sequence)
         if sequence.request.finished:
+            self._free_spare_rows(sequence.request)
             self.running.pop(sequence.request, None)
             self.waiting.pop(sequence.request, None)
 
@@ -254,6 +292,8 @@ class Scheduler:
         self.cache.rollback(plan.input.step)
         for sequence in plan.sampled:
             sequence.num_pending -= 1
+        for request, slot in zip(plan.scored, plan.input.scores, strict=True):
+            request.score_next -= len(slot.targets)
         requests = [request for request in plan.requests if not request.finished]
         # The latest first, so that the front of the queue ends up in order of arrival.
         for request in sorted(requests, key=lambda r: r.arrival_index, reverse=True):
@@ -261,6 +301,44 @@ class Scheduler:
             if request in self.running:
                 self._preempt(request, counted=False)
         return requests
+
+    def replace_beams(self, request: Request, continuations: list[Continuation]) -> None:
+        """The next beams: forks of their parents; a parent's first child takes over all it has."""
+        parents = request.sequences
+        children: list[Sequence] = []
+        taken: set[int] = set()
+        kept = {continuation.beam for continuation in continuations}
+        for at, parent in enumerate(parents):
+            if at not in kept:
+                self._release(parent)
+                self._return_row(parent)
+        # Before any parent grows, so that all children begin from the same tokens.
+        for continuation in continuations:
+            parent = parents[continuation.beam]
+            if continuation.beam in taken:
+                children.append(self._fork_beam(parent))
+            else:
+                taken.add(continuation.beam)
+                children.append(parent)
+        for index, (child, continuation) in enumerate(zip(children, continuations, strict=True)):
+            child.index = index
+            child.candidates = None
+            child.token_ids.append(continuation.token)
+        request.sequences = children
+
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        child = Sequence(parent.request, parent.index, list(parent.token_ids))
+        if parent.table is not None:
+            child.table = self.cache.fork(parent.table)
+            child.num_computed = parent.num_computed
+        if parent.row is not None:  # else they all wait, and get their rows with the request's
+            child.row = parent.request.spare_rows.pop()
+        return child
+
+    def _return_row(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            sequence.request.spare_rows.append(sequence.row)
+            sequence.row = None
 
     def stuck_sequence(self) -> Sequence:
         """With nothing in flight and nothing to schedule: the sequence that can never grow."""

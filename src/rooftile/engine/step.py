@@ -19,7 +19,7 @@ class RowStart:
     sample_index: int
     stop_token_ids: frozenset[int]  # banned until min_tokens are reached
     prompt_ids: tuple[int, ...] = ()  # sent only where penalties count them
-    output_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()  # or a logits processor sees them
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,19 @@ class SampleSlot:
     position: int
 
 
+@dataclass(frozen=True)
+class ScoreSlot:
+    """Log-probabilities of prompt tokens: targets[i] follows token `start + i` of the entry.
+
+    top: how many of the likeliest tokens to report with each.
+    """
+
+    entry: int
+    start: int
+    targets: list[int]
+    top: int
+
+
 @dataclass
 class StepInput:
     step: int
@@ -64,6 +77,7 @@ class StepInput:
     copies: list[PageCopy] = field(default_factory=list)  # applied in order, before any write
     entries: list[StepEntry] = field(default_factory=list)
     samples: list[SampleSlot] = field(default_factory=list)
+    scores: list[ScoreSlot] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +86,9 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One token a sample slot; -1 where the logits were not finite."""
+    """One token a sample slot; -1 where it could not be sampled, with the reason in `errors`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]  # where the request asked for them
+    errors: dict[int, str] = field(default_factory=dict)  # by sample slot
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)  # by score slot
