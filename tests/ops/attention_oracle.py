@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -108,8 +107,3 @@ def draw(
 
 def sink_of(generator: torch.Generator, heads: int, kind: float | None) -> Tensor | None:
     return None if kind is None else torch.randn(heads, generator=generator) + kind
-
-
-def runs(operator: Any, kernel: str, call: Any) -> bool:
-    """Whether this kernel takes the call; the tests of refusals say why it may not."""
-    return operator.refusal(call, kernel) is None

@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.reference.attention import nothing_seen, visible_keys
 
-_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Query rows that share one mask: enough for full tiles, few enough to skip what none of them sees.
 MASKED_ROWS = 256
@@ -37,7 +37,7 @@ def attend(
     q = q.transpose(1, 2)
     bounded_left, bounded_right = 0 <= left < n - 1, 0 <= right < m - 1
     if not bounded_left and (not bounded_right or (right == 0 and m == n)):
-        result = _FUSED(q, k, v, 0.0, bounded_right, scale=scale)
+        result = FUSED(q, k, v, 0.0, bounded_right, scale=scale)
         out.copy_(result[0].transpose(1, 2))
         lse.copy_(result[1].transpose(1, 2))
         return
@@ -48,7 +48,7 @@ def attend(
         high = min(n, last + right + 1) if bounded_right else n
         visible = visible_keys(torch.arange(first, last + 1), torch.arange(low, high), left, right)
         mask = q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-        result = _FUSED(
+        result = FUSED(
             q[:, :, row:end],
             k[:, :, low:high],
             v[:, :, low:high],

@@ -1,7 +1,7 @@
-"""Paged attention on a CPU through torch's matrix products, and writing into pages.
+"""Paged attention on a CPU through torch's fused kernel, and writing into pages.
 
 Decoding requests are gathered into one batch, their unused slots zeroed, and the query heads of a
-group packed into the rows of one product. Requests with more queries take the fused kernel.
+group packed into rows. Requests with more queries take the fused kernel one by one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from rooftile.kernels import Kernel
 from rooftile.kernels.reference.attention import nothing_seen
 from rooftile.kernels.reference.paged import append_kv as append_kv_by_index
 from rooftile.kernels.reference.paged import first_visible
-from rooftile.kernels.reference.precision import widen
-from rooftile.kernels.torch.attention import add_sink, attend, supports
+from rooftile.kernels.torch.attention import FUSED, add_sink, attend, supports
 from rooftile.kernels.torch.rope import rotary_embedding
 
 # Keys gathered at once: keeps the gathered copies in cache and their memory bounded.
@@ -24,9 +23,6 @@ GATHERED_BYTES = 1 << 20
 # Padding requests to the longest of their batch may waste this many pages in all before a batch
 # of their own is cheaper (measured with 3 heads of 64: a batch costs 100 us, a page 3 to 6 us).
 WASTED_PAGES = 24
-# From this many bfloat16 values on, oneDNN's product beats converting them to float32.
-ONEDNN_VALUES = 1 << 17
-_ONEDNN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def paged_attention(
@@ -125,7 +121,8 @@ def _decode(
     mask = None
     if batch == 1:
         table = page_table[:, first_pages[0] : first_pages[0] + pages]
-        k, v = _gather(table, k_pages, v_pages)
+        seen = slice(first_keys[0], end_keys[0])
+        k, v = (x[:, :, seen] for x in _gather(table, k_pages, v_pages))
     else:
         bounds = torch.tensor([end_keys, first_keys, first_pages])
         columns = torch.arange(pages)
@@ -144,23 +141,11 @@ def _decode(
         rows = hidden[:, None].expand(-1, heads, -1).reshape(-1).nonzero().squeeze(1)
         for x in (k, v):
             x.view(-1, x.shape[-1]).index_fill_(0, rows, 0)
-        mask = torch.zeros(hidden.shape, dtype=widen(q[:0]).dtype).masked_fill_(hidden, -torch.inf)
+        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
 
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # [batch * heads, keys, dim]
-    in_bfloat16 = v.dtype == torch.bfloat16 and _ONEDNN_BFLOAT16 and v.numel() >= ONEDNN_VALUES
-    k, v = widen(k), v if in_bfloat16 else widen(v)
-    if batch == 1:
-        # Cut only now: converting a strided tensor is several times slower.
-        k, v = k[:, first_keys[0] : end_keys[0]], v[:, first_keys[0] : end_keys[0]]
-    grouped = (widen(q) * scale).reshape(batch * heads, -1, q.shape[-1])
-    scores = torch.bmm(grouped, k.transpose(1, 2))  # [batch * heads, group, keys]
-    if mask is not None:
-        scores.view(batch, -1, mask.shape[-1]).add_(mask[:, None])
-    weights = torch.softmax(scores, -1)
-    # The greatest weight is exp(greatest score - lse).
-    lse = scores.amax(-1) - weights.amax(-1).log_()
-    out = torch.bmm(weights.to(v.dtype), v).to(q.dtype)
-    return out.view(batch, q.shape[1], -1), lse.view(batch, q.shape[1])
+    grouped = q.reshape(batch, heads, -1, q.shape[-1])  # a group's query heads as rows
+    out, lse = FUSED(grouped, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(batch, q.shape[1], -1), lse.reshape(batch, q.shape[1])
 
 
 def _gather(table: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,15 +153,14 @@ def _gather(table: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Te
     batch, heads = table.shape[0], k_pages.shape[1]
     table, head = table[:, None].long(), torch.arange(heads)[:, None]
     k_raster, v_raster = _raster(k_pages), _raster(v_pages)
-    k_rows = (table * k_raster + head).flatten() if k_raster else table
-    if not v_raster:
-        v_rows = table
-    else:
-        v_rows = k_rows if v_raster == k_raster else (table * v_raster + head).flatten()
+    k_rows = (table * k_raster + head).flatten()
+    v_rows = k_rows if v_raster == k_raster else (table * v_raster + head).flatten()
     k = _rows(k_pages, k_raster).index_select(0, k_rows) if k_raster else k_pages[table, head]
     v = _rows(v_pages, v_raster).index_select(0, v_rows) if v_raster else v_pages[table, head]
+    # Indexing keeps the order of strides; the fused kernel and zeroing by rows need dense ones.
+    k, v = k.contiguous(), v.contiguous()
     shape = (batch, heads, -1)
-    return k.reshape(*shape, k_pages.shape[3]), v.reshape(*shape, v_pages.shape[3])
+    return k.view(*shape, k_pages.shape[3]), v.view(*shape, v_pages.shape[3])
 
 
 def _rows(pages: Tensor, raster: int) -> Tensor:
