@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.kernels.reference import sampling as reference
 from rooftile.kernels.reference.philox import philox4x32, uniform
+from rooftile.kernels.torch import sampling as fast
 from rooftile.ops.sampling import (
     NAMES,
     SAMPLE,
@@ -171,10 +173,12 @@ def test_distribution_over_a_larger_vocabulary(kernel: str, vocab: int) -> None:
     vocab=st.sampled_from([1, 2, 5, 40, 300, 1025, 5000]),
     ties=st.booleans(),
     use=st.lists(st.sampled_from(["top_k", "top_p", "min_p", "bias", "banned", "penalties"])),
+    group=st.sampled_from([1, 10_000, 2**19]),
+    wide=st.sampled_from([0, 3, 4096]),
     seed=st.integers(0, 2**32),
 )
 def test_fast_kernel_equals_the_reference(
-    rows: int, vocab: int, ties: bool, use: list[str], seed: int
+    rows: int, vocab: int, ties: bool, use: list[str], group: int, wide: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -206,10 +210,14 @@ def test_fast_kernel_equals_the_reference(
         chosen["prompt_mask"] = integers(4, (rows, vocab)) == 0
         chosen["output_counts"] = (integers(9, (rows, vocab)) - 5).clamp_min(0).int()
     settings = params(rows, seeds=integers(2**31, (rows,)), **chosen)
-    fast = sample(logits, settings, kernel="torch")
+    with pytest.MonkeyPatch.context() as patch:
+        # However rows are grouped, and whichever go one by one.
+        patch.setattr(fast, "GROUP_ELEMENTS", group)
+        patch.setattr(fast, "WIDE", wide)
+        cut = sample(logits, settings, kernel="torch")
     exact = sample(logits, settings, kernel="reference")
-    assert torch.equal(fast.token_ids, exact.token_ids)
-    torch.testing.assert_close(fast.logprobs, exact.logprobs, equal_nan=True)
+    assert torch.equal(cut.token_ids, exact.token_ids)
+    torch.testing.assert_close(cut.logprobs, exact.logprobs, equal_nan=True)
 
 
 @every_kernel
@@ -552,3 +560,16 @@ def test_other_refusals() -> None:
     with pytest.raises(NotImplementedError, match="'torch' cannot run .* which only a CPU can"):
         SAMPLE.choose(SamplingCall("cuda"), "torch")
     assert SAMPLE.choose(SamplingCall("cuda")) == "reference"
+
+
+@pytest.mark.parametrize("vocab", [5, 600])
+def test_the_ends_of_the_uniform_interval_draw_tokens_that_have_mass(vocab: int) -> None:
+    rows = 200
+    scores = torch.full((rows, vocab), -torch.inf)
+    scores[:, 2:-2] = torch.randn(rows, vocab - 4)
+    warm = torch.ones(rows)
+    weights = reference.filtered_weights(scores, warm, None, None, None)
+    for end, token in ((0.0, 2), (1 - 2.0**-53, vocab - 3)):
+        uniforms = torch.full((rows,), end, dtype=torch.float64)
+        assert reference.draw(weights, uniforms).tolist() == [token] * rows
+        assert fast.draw_from_all(scores, uniforms, warm).tolist() == [token] * rows

@@ -155,7 +155,7 @@ def _drawn(
     min_p: Tensor | None,
 ) -> Tensor:
     if top_k is None and top_p is None and min_p is None:
-        return _draw_from_all(scores, uniforms, temperature)
+        return draw_from_all(scores, uniforms, temperature)
     floor, total = _thresholds(scores, temperature, top_k, top_p, min_p)
     candidates = scores >= floor.unsqueeze(1)
     counts = candidates.sum(-1)
@@ -177,7 +177,7 @@ def _drawn(
     return tokens
 
 
-def _draw_from_all(scores: Tensor, uniforms: Tensor, temperature: Tensor) -> Tensor:
+def draw_from_all(scores: Tensor, uniforms: Tensor, temperature: Tensor) -> Tensor:
     """The draw from an unfiltered row: first the block of tokens, then the token in it."""
     rows, vocab = scores.shape
     weights = (scores - scores.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1)).exp_()
