@@ -122,7 +122,7 @@ def test_bench_beside_transformers(rooftile: Run, tmp_path: Path) -> None:
         "--num-pages", "500", "--save", "--output", str(tmp_path),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "ratio to transformers" in result.stdout
+    assert "/ transformers" in result.stdout
     (path,) = tmp_path.rglob("engine.jsonl")
     for line in path.read_text().splitlines():
         assert json.loads(line)["peers"]["transformers"] > 0

@@ -54,7 +54,8 @@ class Transformers:
 
     def __init__(self, model: str, random_weights: bool = False) -> None:
         try:
-            from transformers import AutoConfig, AutoModelForCausalLM
+            import transformers
+            from transformers.utils.logging import disable_progress_bar
         except ImportError:
             raise ValueError(
                 "the peer 'transformers' is not installed: pip install 'rooftile[peers]'"
@@ -68,11 +69,20 @@ class Transformers:
         if path.is_file():
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         settings: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+        disable_progress_bar()
         if random_weights:
-            config = AutoConfig.from_pretrained(**where)
-            self._model = AutoModelForCausalLM.from_config(config, **settings)
+            config = transformers.AutoConfig.from_pretrained(**where)
+            self._model = transformers.AutoModelForCausalLM.from_config(config, **settings)
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(**where, **settings)
+            # From 5.x on, transformers may compute on a GGUF file's packed blocks, which is slower.
+            if path.is_file() and hasattr(transformers, "GgufConfig"):
+                settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, **settings)
+        kept = {p.dtype for p in self._model.parameters()} - {torch.bfloat16}
+        if kept:
+            raise RuntimeError(
+                f"transformers loaded {path} with parameters in {kept}, not bfloat16"
+            )
         self._model.eval()
         # The lengths are given: nothing of the checkpoint's own generation settings applies.
         self._model.generation_config = type(self._model.generation_config)(

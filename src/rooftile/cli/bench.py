@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rooftile.models.config import DecoderConfig
     from rooftile.planning.roofline import Bound
 
+COUNTED = {"prefill": "prompt tokens", "output": "new tokens", "total": "prompt and new tokens"}
+
 bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
@@ -98,8 +100,9 @@ def bench_engine(
         *(peer(model, engine.random_weights) for peer in rivals),
     ]
     console.print(
-        f"{llm.model_name} on {machine.processor}, {torch.get_num_threads()} threads; "
-        f"median of {repeats} [lowest to highest]"
+        f"{llm.model_name} on {machine.processor}, {torch.get_num_threads()} threads: "
+        f"tokens per second, median of {repeats} (lowest to highest)",
+        soft_wrap=True,
     )
     table = _table([contender.name for contender in contenders])
     for one in chosen:
@@ -118,6 +121,8 @@ def bench_engine(
             result = _result(case, one, timings, bound, torch.get_num_threads())
             path = append(result, machine, output or DIRECTORY)
     console.print(table)
+    for one in chosen:
+        console.print(f"{one.name}: {one.what}; counts {COUNTED[one.measure]}", style="dim")
     if save:
         console.print(f"appended to {path}", markup=False)
 
@@ -141,28 +146,32 @@ def _table(contenders: list[str]) -> Table:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("workload")
+    table.add_column("workload", no_wrap=True)
     for name in contenders:
-        table.add_column(f"{name} tok/s", justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in contenders[1:]:
-        table.add_column(f"ratio to {name}", justify="right")
-    table.add_column("of roofline", justify="right")
+        table.add_column(f"/ {name}", justify="right", no_wrap=True)
+    table.add_column("of roofline", justify="right", no_wrap=True)
     return table
 
 
 def _add_row(table: Table, workload: Workload, timings: list[Timing], bound: Bound | None) -> None:
     def cell(timing: Timing) -> str:
         rates = timing.rates
-        return f"{statistics.median(rates):.1f} [{min(rates):.1f} to {max(rates):.1f}]"
+        return f"{_number(timing.rate)} ({_number(min(rates))} to {_number(max(rates))})"
 
     ours, *others = timings
-    share = "" if bound is None else f"{_share(ours, bound):.0%} ({bound.unit})"
+    share = "" if bound is None else f"{_share(ours, bound):.0%} {bound.unit}"
     table.add_row(
-        f"{workload.name}: {workload.what}",
-        *(cell(timing).replace("[", r"\[") for timing in timings),
+        workload.name,
+        *(cell(timing) for timing in timings),
         *(f"{ours.rate / other.rate:.2f}" for other in others),
         share,
     )
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def _share(timing: Timing, bound: Bound) -> float:
