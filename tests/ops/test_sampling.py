@@ -562,7 +562,7 @@ def test_other_refusals() -> None:
     assert SAMPLE.choose(SamplingCall("cuda")) == "reference"
 
 
-@pytest.mark.parametrize("vocab", [5, 600])
+@pytest.mark.parametrize("vocab", [5, 250, 600])
 def test_the_ends_of_the_uniform_interval_draw_tokens_that_have_mass(vocab: int) -> None:
     rows = 200
     scores = torch.full((rows, vocab), -torch.inf)
