@@ -1,4 +1,4 @@
-"""The asynchronous face of the engine: many clients on one event loop, the engine on its own thread."""
+"""The asynchronous face of the engine: many clients on one event loop, the engine beside it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown
 from rooftile.engine.outputs import EngineStats, RequestOutput
 from rooftile.engine.params import SamplingParams
+from rooftile.engine.process import EngineProcess, EngineReady
 
 
 class EngineDeadError(RuntimeError):
@@ -22,31 +23,42 @@ class EngineDeadError(RuntimeError):
 
 
 class AsyncLLM:
-    """A model with its engine on a thread of its own; it speaks with it by messages only.
+    """A model with its engine on a thread or in a process of its own, spoken with by messages only.
 
-    Same arguments and errors as `LLM`. Use it from one event loop; `shutdown()` when done, or use it
-    as an async context manager.
+    Same arguments and errors as `LLM`. engine: "thread", or "process" for a child process, which
+    shares no interpreter with the event loop. Use it from one event loop; `shutdown()` when done, or
+    use it as an async context manager.
     """
 
     def __init__(
         self,
         model: str,
         *,
+        engine: str = "thread",
         on_progress: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
+        if engine not in ("thread", "process"):
+            raise ValueError(f"engine is {engine!r}; it is 'thread' or 'process'")
         self.config = EngineConfig.build(model, **options)
-        loaded, core = build_engine(self.config, on_progress)
-        self.model_name = loaded.name
-        self.tokenizer = loaded.tokenizer
-        self.limits = core.limits
-        self._frontend = Frontend(loaded.tokenizer, core.limits)
         self._ids = map(str, itertools.count())
         self._changed: dict[str, asyncio.Event] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: str | None = None
-        self._engine = EngineThread(core, self._post)
+        self._engine: EngineThread | EngineProcess
+        if engine == "process":
+            self._engine = EngineProcess(self.config, self._post, on_progress)
+            ready = self._engine.ready
+        else:
+            loaded, core = build_engine(self.config, on_progress)
+            self._engine = EngineThread(core, self._post)
+            ready = EngineReady(loaded.name, loaded.tokenizer, core.limits, loaded.eos_token_ids)
+        self.model_name = ready.model_name
+        self.tokenizer = ready.tokenizer
+        self.limits = ready.limits
+        self.eos_token_ids = ready.eos_token_ids
+        self._frontend = Frontend(ready.tokenizer, ready.limits)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -124,6 +136,11 @@ class AsyncLLM:
         self._engine.send(Finish(request_id))
         changed.set()
 
+    def abort_all(self) -> None:
+        """End every open request now."""
+        for request_id in list(self._changed):
+            self.abort(request_id)
+
     async def stats(self) -> EngineStats:
         self._require_alive()
         self._loop = asyncio.get_running_loop()
@@ -139,9 +156,8 @@ class AsyncLLM:
         return self._frontend.render_chat(messages, **template_options)
 
     def shutdown(self) -> None:
-        """Abort every request and end the engine's thread. Idempotent."""
-        for request_id in list(self._changed):
-            self.abort(request_id)
+        """Abort every request and end the engine. Idempotent."""
+        self.abort_all()
         self._engine.send(Shutdown())
         self._engine.join()
         self._death = self._death or "the engine was shut down"
@@ -156,6 +172,8 @@ class AsyncLLM:
 
     def _post(self, news: FromEngine) -> None:
         """On the engine's thread: hand the news to the event loop, which may be gone by now."""
+        if isinstance(news, EngineDied) and self._death is None:
+            self._death = news.error  # also where no loop has asked for anything yet
         if self._loop is None or self._loop.is_closed():
             return
         try:
@@ -166,11 +184,12 @@ class AsyncLLM:
     def _receive(self, news: FromEngine) -> None:
         match news:
             case EngineDied(error):
-                self._death = error
+                self._death = self._death or error
                 for changed in self._changed.values():
                     changed.set()
                 for waiter in self._stats_waiters:
-                    waiter.set_exception(EngineDeadError(error))
+                    if not waiter.done():
+                        waiter.set_exception(EngineDeadError(error))
                 self._stats_waiters.clear()
             case EngineStats():
                 waiter = self._stats_waiters.pop(0)

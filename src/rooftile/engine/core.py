@@ -32,6 +32,7 @@ class SequenceDelta:
     stop_token_id: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    scheduled: float | None = None  # when the request's first step began
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens
     cumulative_logprob: float | None = None  # of a beam
     score: float | None = None  # of a beam
@@ -179,8 +180,11 @@ class EngineCore:
         self._cache.reset_prefix()
 
     def stats(self) -> EngineStats:
+        tables = [s.table for r in self._scheduler.running for s in r.sequences]
+        entries = sum(len(pages) for table in tables if table for pages in table.pages)
         return EngineStats(
             kv=self._cache.stats(),
+            page_table_entries=entries,
             kv_tokens=self.limits.kv_tokens,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -320,6 +324,7 @@ class EngineCore:
                     finish_reason="stop" if ended else "length",
                     stop_token_id=best.token_ids[-1] if ended else None,
                     num_cached_tokens=request.num_cached_tokens or 0,
+                    scheduled=request.scheduled,
                     cumulative_logprob=best.logprob,
                     score=best.score,
                 )
@@ -338,6 +343,7 @@ class EngineCore:
             sequence.index,
             finish_reason=sequence.finish_reason,
             num_cached_tokens=request.num_cached_tokens or 0,
+            scheduled=request.scheduled,
             **news,  # type: ignore[arg-type]
         )
 

@@ -194,6 +194,8 @@ class Frontend:
         now = time.monotonic()
         if delta.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
+        output.metrics.scheduled = delta.scheduled or output.metrics.scheduled
+        output.outputs[delta.index].token_times += [now] * len(delta.token_ids)
         if output.prompt_logprobs is not None:
             output.prompt_logprobs += delta.prompt_logprobs
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)

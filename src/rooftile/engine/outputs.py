@@ -30,6 +30,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None  # with logprobs, and in beam search
+    token_times: list[float] = field(
+        default_factory=list
+    )  # arrival of each token, as RequestMetrics
     score: float | None = None  # in beam search, what the continuations are ranked by
     error: str | None = None
 
@@ -43,6 +46,7 @@ class RequestMetrics:
     """Seconds on a monotonic clock."""
 
     arrival: float
+    scheduled: float | None = None  # when its first step began
     first_token: float | None = None
     finished: float | None = None
 
@@ -76,6 +80,8 @@ class EngineStats:
     """Counters since the start, and the state now."""
 
     kv: KVStats
+    # Entries of all page tables: the pages that would be in use if sequences shared none.
+    page_table_entries: int
     kv_tokens: int  # capacity of the KV memory in tokens
     num_running: int  # requests that own KV pages
     num_waiting: int

@@ -75,6 +75,7 @@ class Request:
     forked: bool = False  # the prompt was computed, and every sequence has gone its own way
     suspect: bool = False  # was in a failed step; runs alone until a step succeeds
     num_cached_tokens: int | None = None
+    scheduled: float | None = None  # when it was first admitted, on a monotonic clock
     beam: BeamSearch | None = None
     spare_rows: list[int] = field(default_factory=list)  # for beams that are yet to come
     # Prompt tokens before `score_next` need no log-probability (any more).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -158,6 +159,7 @@ class Scheduler:
         sequence.num_computed = min(sequence.table.num_tokens, sequence.num_tokens - 1)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
+            request.scheduled = time.monotonic()
 
     def _adopt_published(self, sequence: Sequence) -> None:
         """In mid-prefill: take over pages that another request has computed meanwhile."""
