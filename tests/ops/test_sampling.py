@@ -573,3 +573,12 @@ def test_the_ends_of_the_uniform_interval_draw_tokens_that_have_mass(vocab: int)
         uniforms = torch.full((rows,), end, dtype=torch.float64)
         assert reference.draw(weights, uniforms).tolist() == [token] * rows
         assert fast.draw_from_all(scores, uniforms, warm).tolist() == [token] * rows
+
+
+def test_rounding_at_the_end_of_a_block_draws_no_token_beyond_it() -> None:
+    """Weights of many magnitudes, whose block sum and running sum round apart."""
+    rows, vocab = 2000, 253
+    scores = 12 * torch.randn(rows, vocab).sort(-1).values
+    uniforms = torch.full((rows,), 1 - 2.0**-53, dtype=torch.float64)
+    tokens = fast.draw_from_all(scores, uniforms, torch.ones(rows))
+    assert bool((tokens < vocab).all())
