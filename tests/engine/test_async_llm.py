@@ -1,34 +1,64 @@
-"""AsyncLLM: many clients on one loop, the engine on its own thread, messages only."""
+"""AsyncLLM: many clients on one loop, the engine in a thread or a child process, messages only."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rooftile.engine.async_llm import AsyncLLM, EngineDeadError
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
+from rooftile.engine.process import EngineProcess
 
 LONG = SamplingParams(max_tokens=120, ignore_eos=True, seed=1)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = {"dtype": "float32", "random_weights": True, "num_pages": 64, "page_size": 4}
 
 
-def run(model_path: str, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with AsyncLLM(model_path, **OPTIONS) as llm:
-            await body(llm)
+Body = Callable[[AsyncLLM], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def in_process(model_path: str) -> Iterator[AsyncLLM]:
+    """One child for all tests: starting it takes seconds."""
+    engine = AsyncLLM(model_path, engine="process", **OPTIONS)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(params=["thread", "process"])
+def run(request: pytest.FixtureRequest, model_path: str) -> Callable[[Body], None]:
+    """Runs a body with an engine, and checks that it leaves nothing behind."""
+
+    def run_with(body: Body) -> None:
+        process = request.param == "process"
+        engine = (
+            request.getfixturevalue("in_process") if process else AsyncLLM(model_path, **OPTIONS)
+        )
+
+        async def main() -> None:
+            await body(engine)
             for _ in range(200):  # aborts are messages: give the engine its turn
-                if (stats := await llm.stats()).kv.in_use == 0:
+                if (stats := await engine.stats()).kv.in_use == 0:
                     break
             assert stats.kv.in_use == 0
             assert (stats.num_running, stats.num_waiting) == (0, 0)
+            if not process:
+                engine.shutdown()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
-    assert not [t for t in threading.enumerate() if t.name == "rooftile-engine"]
+        asyncio.run(asyncio.wait_for(main(), 60))
+        assert not [t for t in threading.enumerate() if t.name == "rooftile-engine"]
+
+    return run_with
 
 
 async def last_text(stream: AsyncIterator) -> str:  # type: ignore[type-arg]
@@ -40,7 +70,7 @@ async def last_text(stream: AsyncIterator) -> str:  # type: ignore[type-arg]
     return text
 
 
-def test_many_clients_get_what_generate_gives(model_path: str, llm: LLM) -> None:
+def test_many_clients_get_what_generate_gives(run: Callable[[Body], None], llm: LLM) -> None:
     prompts = [f"prompt {number}" for number in range(12)]
     expected = [output.outputs[0].text for output in llm.generate(prompts, SHORT)]
 
@@ -48,10 +78,10 @@ def test_many_clients_get_what_generate_gives(model_path: str, llm: LLM) -> None
         texts = await asyncio.gather(*(last_text(engine.generate(p, SHORT)) for p in prompts))
         assert texts == expected
 
-    run(model_path, body)
+    run(body)
 
 
-def test_leaving_and_cancelling_abort_the_request(model_path: str) -> None:
+def test_leaving_and_cancelling_abort_the_request(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         async for output in engine.generate("leave", LONG):
             if len(output.outputs[0].token_ids) > 3:
@@ -63,10 +93,10 @@ def test_leaving_and_cancelling_abort_the_request(model_path: str) -> None:
             await task
         assert len(await last_text(engine.generate("after", SHORT))) > 0
 
-    run(model_path, body)
+    run(body)
 
 
-def test_abort_ends_the_stream_with_its_reason(model_path: str) -> None:
+def test_abort_ends_the_stream_with_its_reason(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         output = engine.add_request("abort me", LONG, request_id="mine")
         engine.abort("mine")
@@ -75,20 +105,20 @@ def test_abort_ends_the_stream_with_its_reason(model_path: str) -> None:
         seen = [news async for news in engine.follow(output)]
         assert seen[-1].outputs[0].finish_reason == "abort"
 
-    run(model_path, body)
+    run(body)
 
 
-def test_a_result_that_came_before_anyone_looked_is_still_seen(model_path: str) -> None:
+def test_a_result_that_came_before_anyone_looked_is_still_seen(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         output = engine.add_request("quick", SHORT)
         while not output.finished:
             await asyncio.sleep(0.01)
         assert [news.finished async for news in engine.follow(output)] == [True]
 
-    run(model_path, body)
+    run(body)
 
 
-def test_stop_strings_end_the_engines_work_too(model_path: str) -> None:
+def test_stop_strings_end_the_engines_work_too(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         assert engine.tokenizer is not None
         x = engine.tokenizer.encode("x")[-1]
@@ -97,10 +127,10 @@ def test_stop_strings_end_the_engines_work_too(model_path: str) -> None:
             last = output
         assert (last.outputs[0].finish_reason, last.outputs[0].text) == ("stop", "")
 
-    run(model_path, body)
+    run(body)
 
 
-def test_refusals_are_immediate(model_path: str) -> None:
+def test_refusals_are_immediate(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         with pytest.raises(ValueError, match="the prompt is empty"):
             engine.add_request([])
@@ -109,7 +139,7 @@ def test_refusals_are_immediate(model_path: str) -> None:
             engine.add_request("twice", SHORT, request_id="id")
         engine.abort("id")
 
-    run(model_path, body)
+    run(body)
 
 
 def test_a_dead_engine_says_so_and_nobody_hangs(model_path: str) -> None:
@@ -134,9 +164,10 @@ def test_a_dead_engine_says_so_and_nobody_hangs(model_path: str) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_shutdown_ends_open_requests(model_path: str) -> None:
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_shutdown_ends_open_requests(model_path: str, kind: str) -> None:
     async def main() -> None:
-        engine = AsyncLLM(model_path, **OPTIONS)
+        engine = AsyncLLM(model_path, engine=kind, **OPTIONS)
         task = asyncio.create_task(last_text(engine.generate("open", LONG)))
         await asyncio.sleep(0.05)
         engine.shutdown()
@@ -146,3 +177,71 @@ def test_shutdown_ends_open_requests(model_path: str) -> None:
             engine.add_request("late", SHORT)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_times_of_a_request(run: Callable[[Body], None]) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        async for output in engine.generate("when", SHORT):
+            last = output
+        metrics, times = last.metrics, last.outputs[0].token_times
+        assert len(times) == len(last.outputs[0].token_ids) == 8
+        assert metrics.scheduled is not None
+        assert metrics.finished is not None
+        assert metrics.arrival <= metrics.scheduled <= times[0] == metrics.first_token
+        assert times == sorted(times)
+        assert times[-1] <= metrics.finished
+
+    run(body)
+
+
+def test_a_child_that_dies_is_an_engine_that_died(model_path: str) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(model_path, engine="process", **OPTIONS)
+        task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
+        await asyncio.sleep(0.05)
+        assert isinstance(engine._engine, EngineProcess)
+        os.kill(engine._engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await task
+        assert not engine.is_alive
+        with pytest.raises(EngineDeadError):
+            await engine.stats()
+        engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_child_dies_with_its_parent(model_path: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from rooftile.engine.async_llm import AsyncLLM\n"
+        "if __name__ == '__main__':\n"
+        f"    engine = AsyncLLM({model_path!r}, engine='process', **{OPTIONS!r})\n"
+        "    print(engine._engine.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    child = int(parent.stdout)
+    for _ in range(100):
+        if not _alive(child):
+            return
+        time.sleep(0.1)
+    pytest.fail("the child outlived its parent")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        # An orphan may stay a zombie where nobody reaps it.
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_what_loading_raises_in_a_child_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        AsyncLLM("nowhere/model.gguf", engine="process")
+
+
+def test_unknown_engine_kind() -> None:
+    with pytest.raises(ValueError, match="engine is 'thred'"):
+        AsyncLLM("x", engine="thred")
