@@ -16,7 +16,7 @@ from rooftile.cli.options import EngineOptions, SamplingOptions, with_options
 from rooftile.cli.prompts import collect_prompts
 
 if TYPE_CHECKING:
-    from rooftile.engine.outputs import RequestOutput
+    from rooftile.engine.outputs import CompletionOutput, RequestOutput
 
 
 @with_options(sampling=SamplingOptions, engine=EngineOptions)
@@ -119,5 +119,20 @@ def _record(position: int, prompt: str, output: RequestOutput) -> dict[str, Any]
         "cached_tokens": output.num_cached_tokens,
         "time_to_first_token": output.metrics.time_to_first_token,
         "latency": output.metrics.latency,
-        "outputs": [asdict(answer) for answer in output.outputs],
+        "outputs": [_answer_record(answer) for answer in output.outputs],
     }
+
+
+def _answer_record(answer: CompletionOutput) -> dict[str, Any]:
+    record = {
+        "index": answer.index,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "error": answer.error,
+    }
+    if answer.logprobs is not None:
+        record["cumulative_logprob"] = answer.cumulative_logprob
+        record["logprobs"] = [asdict(token) for token in answer.logprobs]
+    return record
