@@ -12,6 +12,7 @@ from rooftile.cli.demo import demo
 from rooftile.cli.doctor import doctor
 from rooftile.cli.errors import FriendlyGroup
 from rooftile.cli.generate import generate
+from rooftile.cli.serve import serve
 
 app = typer.Typer(
     name="rooftile",
@@ -39,6 +40,7 @@ def main(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(demo)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")

@@ -21,8 +21,10 @@ from multiprocessing.connection import Connection
 
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import Limits
+from rooftile.engine.grammar import GrammarCompiler, bind_grammars
 from rooftile.engine.loop import EngineThread, FromEngine
-from rooftile.engine.messages import EngineDied, Shutdown, ToEngine
+from rooftile.engine.messages import AddRequest, EngineDied, Shutdown, ToEngine
+from rooftile.engine.params import SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 KILL_AFTER = 10.0  # seconds that a child may take to end by itself
@@ -164,11 +166,16 @@ def _run_child(config: EngineConfig, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
-    engine = _load(config, pipe)
-    if engine is None:
+    loaded = _load(config, pipe)
+    if loaded is None:
         return
+    engine, compiler = loaded
     while True:
         message = inbox.get()
+        if isinstance(message, AddRequest) and isinstance(message.params, SamplingParams):
+            # One that cannot be compiled fails its own request, when it is first called.
+            with contextlib.suppress(ValueError, NotImplementedError):
+                bind_grammars(message.params.logits_processor, compiler)
         engine.send(message)
         if isinstance(message, Shutdown):
             engine.join()
@@ -184,7 +191,9 @@ def _receive(pipe: Connection, inbox: queue.SimpleQueue[ToEngine]) -> None:
             os._exit(1)
 
 
-def _load(config: EngineConfig, pipe: Connection) -> EngineThread | None:
+def _load(
+    config: EngineConfig, pipe: Connection
+) -> tuple[EngineThread, GrammarCompiler | None] | None:
     from rooftile.engine.build import build_engine
 
     def on_progress(phase: str, share: float) -> None:
@@ -205,7 +214,10 @@ def _load(config: EngineConfig, pipe: Connection) -> EngineThread | None:
             pipe.send(LoadFailed(_picklable(error)))
         return None
     pipe.send(EngineReady(loaded.name, loaded.tokenizer, core.limits, loaded.eos_token_ids))
-    return EngineThread(core, post)
+    compiler = None
+    if loaded.tokenizer is not None:
+        compiler = GrammarCompiler(loaded.tokenizer, core.limits.vocab_size, loaded.eos_token_ids)
+    return EngineThread(core, post), compiler
 
 
 def _picklable(error: Exception) -> Exception:

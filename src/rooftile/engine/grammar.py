@@ -1,0 +1,212 @@
+"""Output that follows a grammar: which tokens may come next, as a logits processor.
+
+A `Grammar` follows one text; a `GrammarProcessor` keeps those of a request's samples. What it sends
+to another process is the specification alone, which is compiled where the engine runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rooftile.engine.token_bytes import TokenBytes
+from rooftile.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_COMPILED = 64  # grammars that are kept for the next request that has them
+MOST_FOLLOWED = 64  # texts that one request follows before it re-reads some from their beginning
+# Models that may write any number of spaces between two values like to go on doing so.
+MOST_SPACES = 4
+
+
+class Grammar(Protocol):
+    """Follows one text token by token."""
+
+    def mask(self) -> Tensor:
+        """[vocab] bool: the tokens that may come next."""
+
+    def advance(self, token_id: int) -> None:
+        """Raises: ValueError for a token that may not come next."""
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` tokens back."""
+
+
+@dataclass(frozen=True)
+class JsonSpec:
+    """JSON of a schema (as JSON text). strict: properties that the schema does not name are not
+    allowed even where it does not say so."""
+
+    schema: str
+    strict: bool = False
+
+
+ANY_OBJECT = JsonSpec('{"type": "object"}')
+
+
+class GrammarCompiler:
+    """Makes grammars of specifications, for one vocabulary. May be used from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._backend: Any = None
+        self._compiled: OrderedDict[JsonSpec, Any] = OrderedDict()
+
+    def compile(self, spec: JsonSpec) -> Callable[[], Grammar]:
+        """A maker of grammars that begin at the start of a text.
+
+        Raises:
+            ValueError: a schema that is not valid, or asks for what the backend cannot do.
+            NotImplementedError: the package xgrammar is not installed.
+        """
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._make_backend()
+            compiled = self._compiled.get(spec)
+            if compiled is None:
+                compiled = self._compile(spec)
+                self._compiled[spec] = compiled
+                if len(self._compiled) > MOST_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(spec)
+        return lambda: _XGrammar(compiled, self._vocab_size, self._eos_token_ids)
+
+    def _make_backend(self) -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise NotImplementedError(
+                f"output in JSON needs the package xgrammar: pip install 'rooftile[grammar]' ({error})"
+            ) from None
+        token_bytes = TokenBytes(self._tokenizer)
+        special = self._tokenizer.special_ids
+        vocabulary = [
+            b"" if token in special else token_bytes[token] for token in range(self._vocab_size)
+        ]
+        info = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=sorted(self._eos_token_ids),
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def _compile(self, spec: JsonSpec) -> Any:
+        try:
+            return self._backend.compile_json_schema(
+                spec.schema, strict_mode=spec.strict, max_whitespace_cnt=MOST_SPACES
+            )
+        except Exception as error:  # the backend raises several kinds
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"the JSON schema cannot be used: {reason[-1][:200]}") from None
+
+
+class _XGrammar:
+    """A Grammar by xgrammar's matcher."""
+
+    def __init__(self, compiled: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._words = xgrammar.allocate_token_bitmask(1, vocab_size)  # [1, vocab / 32] int32
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def mask(self) -> Tensor:
+        if self._matcher.is_terminated():  # nothing but further ends of the text
+            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+            allowed[self._eos_token_ids] = True
+            return allowed
+        self._matcher.fill_next_token_bitmask(self._words)
+        bits = (self._words[0, :, None] >> torch.arange(32)) & 1  # [vocab / 32, 32]
+        return bits.flatten()[: self._vocab_size].bool()
+
+    def advance(self, token_id: int) -> None:
+        if self._matcher.is_terminated() and token_id in self._eos_token_ids:
+            raise ValueError("the text has ended")
+        if not self._matcher.accept_token(token_id):
+            raise ValueError(f"token {token_id} does not follow the grammar")
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+
+class GrammarProcessor:
+    """A logits processor that leaves only the tokens that its specification allows.
+
+    It is told a sample's whole output each time, so it takes up whichever of its grammars has
+    followed most of it. Pickled, it is its specification; `bind` compiles it again.
+    """
+
+    def __init__(self, spec: JsonSpec) -> None:
+        self.spec = spec
+        self._make: Callable[[], Grammar] | None = None
+        self._followed: list[tuple[list[int], Grammar]] = []
+
+    def __getstate__(self) -> JsonSpec:
+        return self.spec
+
+    def __setstate__(self, spec: JsonSpec) -> None:
+        self.__init__(spec)  # type: ignore[misc]
+
+    def bind(self, compiler: GrammarCompiler) -> None:
+        """Raises: what `GrammarCompiler.compile` does."""
+        self._make = compiler.compile(self.spec)
+
+    def __call__(self, output_ids: Sequence[int], logits: Tensor) -> Tensor:
+        mask = self._follow(list(output_ids)).mask().to(logits.device)
+        return logits.masked_fill(~mask, float("-inf"))
+
+    def _follow(self, output_ids: list[int]) -> Grammar:
+        """The grammar that has read exactly these tokens."""
+        if self._make is None:
+            raise RuntimeError("the grammar was not compiled before its request began")
+        best, common = None, -1
+        for place, (read, _) in enumerate(self._followed):
+            length = _common_length(read, output_ids)
+            if length > common:
+                best, common = place, length
+        others_need_it = best is not None and common < len(output_ids) - 1
+        if best is None or (others_need_it and len(self._followed) < MOST_FOLLOWED):
+            read, grammar, common = [], self._make(), 0
+        else:
+            read, grammar = self._followed.pop(best)
+            if common < len(read):
+                grammar.rollback(len(read) - common)
+                del read[common:]
+        for token in output_ids[common:]:
+            grammar.advance(token)
+            read.append(token)
+        self._followed.append((read, grammar))
+        return grammar
+
+
+def _common_length(first: list[int], second: list[int]) -> int:
+    if second[: len(first)] == first:
+        return len(first)
+    for place, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return place
+    return min(len(first), len(second))
+
+
+def bind_grammars(processor: Any, compiler: GrammarCompiler | None) -> None:
+    """Compile the grammars in a chain of processors. Raises: what `GrammarCompiler.compile` does."""
+    while processor is not None:
+        if isinstance(processor, GrammarProcessor):
+            if compiler is None:
+                raise ValueError("output in JSON needs a tokenizer, which this model does not have")
+            processor.bind(compiler)
+        processor = getattr(processor, "then", None)

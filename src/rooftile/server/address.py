@@ -1,0 +1,37 @@
+"""The address that the server listens on."""
+
+from __future__ import annotations
+
+import socket
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket; port 0 takes any that is free.
+
+    Raises:
+        ValueError: the address cannot be used.
+    """
+    try:
+        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"the address {host}:{port} cannot be used: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(
+            f"the address {host}:{port} cannot be used: {error}; choose another with --port"
+        ) from None
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

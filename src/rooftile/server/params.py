@@ -1,0 +1,95 @@
+"""From a request's fields to the engine's parameters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rooftile.engine.core import Params
+from rooftile.engine.grammar import ANY_OBJECT, GrammarProcessor, JsonSpec
+from rooftile.server.errors import bad_request
+from rooftile.server.protocol.response_format import JsonSchemaFormat, TextFormat
+from rooftile.server.protocol.sampling import SamplingFields
+from rooftile.server.service import Service
+
+# A schema is a program for the grammar's compiler; these keep what it makes small.
+MAX_SCHEMA_BYTES = 32 * 1024
+MAX_REPEATS = 1000
+MAX_PATTERN_CHARACTERS = 200
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+async def engine_params(
+    service: Service,
+    request: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> Params:
+    """Raises: ApiError 400 for fields out of range, or a schema that cannot be used."""
+    if request.use_beam_search:
+        room = service.llm.limits.max_model_len
+        return request.beam_search_params(room if max_tokens is None else max_tokens)
+    return request.sampling_params(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logits_processor=await _grammar(service, request),
+    )
+
+
+async def _grammar(service: Service, request: SamplingFields) -> GrammarProcessor | None:
+    wanted = request.response_format
+    if wanted is None or isinstance(wanted, TextFormat):
+        return None
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise bad_request(
+                f"{name} does not go together with response_format {wanted.type}, whose end is "
+                f"where the JSON ends",
+                name,
+            )
+    spec = ANY_OBJECT
+    if isinstance(wanted, JsonSchemaFormat):
+        text = json.dumps(wanted.json_schema.schema_)
+        if len(text) > MAX_SCHEMA_BYTES:
+            raise bad_request(
+                f"the schema has {len(text)} bytes; at most {MAX_SCHEMA_BYTES} are accepted",
+                "response_format",
+            )
+        _check_schema(wanted.json_schema.schema_)
+        spec = JsonSpec(text, bool(wanted.json_schema.strict))
+    compiler = service.grammars
+    if compiler is None:
+        raise bad_request("this model has no tokenizer, so it writes no JSON", "response_format")
+    processor = GrammarProcessor(spec)
+    try:
+        await service.off_loop(processor.bind, compiler)
+    except (ValueError, NotImplementedError) as error:
+        raise bad_request(str(error), "response_format") from None
+    return processor
+
+
+def _check_schema(schema: Any) -> None:
+    level = [schema]
+    while level:
+        item = level.pop()
+        if isinstance(item, list):
+            level += item
+        elif isinstance(item, dict):
+            level += item.values()
+            for name in COUNTS:
+                count = item.get(name)
+                if isinstance(count, int | float) and count > MAX_REPEATS:
+                    raise bad_request(
+                        f"the schema's {name} is {count}; at most {MAX_REPEATS} is accepted",
+                        "response_format",
+                    )
+            pattern = item.get("pattern")
+            if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_CHARACTERS:
+                raise bad_request(
+                    f"a pattern of the schema has {len(pattern)} characters; at most "
+                    f"{MAX_PATTERN_CHARACTERS} are accepted",
+                    "response_format",
+                )

@@ -1,0 +1,25 @@
+"""/v1/models and /version."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rooftile.server.protocol.base import ServerModel
+
+
+class ModelCard(ServerModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(ServerModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(ServerModel):
+    version: str

@@ -1,0 +1,43 @@
+"""Single tokens as text, and what may be said about a text before it is encoded."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from rooftile.engine.token_bytes import TokenBytes
+from rooftile.models.tokenizer import Tokenizer
+
+
+class TokenTexts:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b"" if self._bytes is None else self._bytes[token_id]
+
+    def text_of(self, token_id: int) -> str:
+        """The token as text; `bytes:\\xe2\\x82` where it is no whole characters, as OpenAI has it."""
+        raw = self.bytes_of(token_id)
+        if not raw:
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text`, without encoding it."""
+        return -(-len(text) // self._most_characters) if self._most_characters else 0
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Of one token; 0 where a normalizer could make a text shorter."""
+        if self._tokenizer is None or self._tokenizer.backend.normalizer is not None:
+            return 0
+        vocabulary = self._tokenizer.backend.get_vocab(with_added_tokens=True)
+        return max(map(len, vocabulary), default=0)  # never fewer characters than it stands for
