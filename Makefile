@@ -38,6 +38,8 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.test: $(VENV)/.base
 	@echo "Installing what the tests need ..."
 	@$(INSTALL) --editable ".[test,dev]"
+	@# It declares a GPU compiler that it does not need on a CPU.
+	@$(INSTALL) --no-deps xgrammar apache-tvm-ffi
 	@touch $@
 
 clean:
