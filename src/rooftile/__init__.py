@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rooftile.ops import attention as attention
     from rooftile.ops import attention_varlen as attention_varlen
     from rooftile.ops import gelu_and_mul as gelu_and_mul
+    from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
@@ -41,6 +42,7 @@ OPERATORS = (
     "attention",
     "attention_varlen",
     "gelu_and_mul",
+    "grouped_linear",
     "linear",
     "merge_attention_states",
     "pack",

@@ -39,6 +39,12 @@ CASES: list[dict[str, Any]] = [
     YARN | {"rope_theta": 2.0},
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256},
 ]
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [1.0 + 0.5 * i for i in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 256,
+}
 
 
 def config_of(parameters: dict[str, Any], max_position: int = 1024) -> LlamaConfig:
@@ -111,6 +117,10 @@ def test_partial_dimensions_and_the_older_field_names() -> None:
         (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0; it must be .* above 1"),
         ({**LLAMA3, "low_freq_factor": True}, "low_freq_factor is True"),
         ({"rope_theta": 0.0}, "RotaryConfig: base is 0.0"),
+        ({"rope_type": "longrope"}, "'longrope' needs the field 'factor', 'long_factor', 'orig"),
+        (LONGROPE | {"long_factor": [1.0, 2.0]}, "long_factor holds 2 numbers; dim = 64 needs 32"),
+        (LONGROPE | {"short_factor": 3}, "short_factor is 3; it must be a list of numbers"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position is 1; it"),
     ],
     ids=str,
 )
@@ -119,9 +129,22 @@ def test_errors_name_the_field(parameters: dict[str, Any], message: str) -> None
         ours(parameters)
 
 
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.5}, {"factor": 0.5}], ids=str)
+@pytest.mark.parametrize("length", [256, 257, 1024])
+def test_longrope_goes_by_the_length_of_the_table(more: dict[str, Any], length: int) -> None:
+    parameters = LONGROPE | more
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](
+        config_of(dict(parameters)), None, seq_len=length
+    )
+    angles = torch.arange(float(length))[:, None] * frequencies
+    table = rotary_table(ours(parameters), length)
+    torch.testing.assert_close(table[:, 0], angles.cos() * factor, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(table[:, 1], angles.sin() * factor, rtol=1e-5, atol=1e-4)
+
+
 def test_other_refusals() -> None:
-    with pytest.raises(NotImplementedError, match="'longrope' is not supported; supported are"):
-        ours({"rope_type": "longrope"})
+    with pytest.raises(NotImplementedError, match="'ntk' is not supported; supported are"):
+        ours({"rope_type": "ntk"})
     with pytest.raises(ValueError, match="dim is 7; pairs are turned"):
         RotaryConfig(7)
     with pytest.raises(ValueError, match="dim is 2; dynamic scaling needs"):

@@ -13,6 +13,7 @@ import torch
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
+from rooftile.ops.grouped_linear import GroupedLinearCall
 from rooftile.ops.linear import LinearCall
 from rooftile.ops.merge import MergeCall
 from rooftile.ops.norm import NormCall
@@ -97,6 +98,7 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             ("bf16 onednn", LinearCall(device, bf16, "onednn")),
             ("fp32 dense", LinearCall(device, fp32, "dense")),
         ],
+        "grouped_linear": [("bf16", GroupedLinearCall(device, bf16))],
         "rms_norm": [
             ("bf16 with residual", NormCall(device, bf16, 4096, True, True, False)),
             ("… weight offset", NormCall(device, bf16, 4096, True, True, True)),

@@ -2,6 +2,7 @@
 
 from rooftile.ops.activation import gelu_and_mul, silu_and_mul
 from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.grouped_linear import grouped_linear
 from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.norm import rms_norm
@@ -12,6 +13,7 @@ from rooftile.ops.rotary_table import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RotaryConfig,
     YarnScaling,
     rotary_table,
@@ -30,6 +32,7 @@ __all__ = [
     "DynamicScaling",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "RotaryConfig",
     "SampleOutput",
     "SamplingTensors",
@@ -39,6 +42,7 @@ __all__ = [
     "attention_varlen",
     "best_format",
     "gelu_and_mul",
+    "grouped_linear",
     "linear",
     "merge_attention_states",
     "pack",

@@ -87,12 +87,44 @@ class YarnScaling:
             )
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """A divisor for each frequency and a factor on cos and sin (Ding et al. 2024, "LongRoPE").
+
+    The table's length chooses the divisors, `long_factor` where it goes beyond
+    original_max_position, so that no request's length changes its own or another's angles.
+    factor: how much longer the context has become; attention_factor: on cos and sin, `None` takes
+        sqrt(1 + ln(factor) / ln(original_max_position)).
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float
+    original_max_position: int
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(
+                isinstance(value, (int, float)) and value > 0 for value in values
+            ):
+                raise ValueError(
+                    f"LongRopeScaling: {name} is {values!r}; it must be a list of numbers above 0"
+                )
+        _check_number(self, "factor", above=0)
+        _check_number(self, "original_max_position", at_least=2, integer=True)
+        if self.attention_factor is not None:
+            _check_number(self, "attention_factor", above=0)
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 HUGGING_FACE_TYPES: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
 }
 # Hugging Face's names that differ from ours, and fields that RotaryConfig itself takes.
 ORIGINAL = "original_max_position_embeddings"
@@ -119,6 +151,14 @@ class RotaryConfig:
         _check_number(self, "base", above=1)
         if isinstance(self.scaling, DynamicScaling) and self.dim == 2:
             raise ValueError("RotaryConfig: dim is 2; dynamic scaling needs at least 4")
+        if isinstance(self.scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                count = len(getattr(self.scaling, name))
+                if count != self.dim // 2:
+                    raise ValueError(
+                        f"RotaryConfig: {name} holds {count} numbers; dim = {self.dim} needs "
+                        f"{self.dim // 2}"
+                    )
 
     @classmethod
     def from_hugging_face(
@@ -133,7 +173,7 @@ class RotaryConfig:
 
         dim: head_dim times partial_rotary_factor, which the caller has applied. base:
         `rope_theta`, where the parameters do not carry it. max_position: the config's
-        max_position_embeddings, which dynamic scaling starts from.
+        max_position_embeddings, which dynamic scaling starts from and LongRoPE extends to.
 
         Raises:
             NotImplementedError: a rope_type that is not supported.
@@ -156,6 +196,11 @@ class RotaryConfig:
         names = {theirs.get(field.name, field.name): field for field in fields(scaling_type)}
         if kind == "dynamic":
             given.setdefault(ORIGINAL, max_position)
+        if kind == "longrope":
+            original = given.get(ORIGINAL)
+            if given.get("factor") is None and isinstance(original, int) and original > 0:
+                given["factor"] = max_position / original
+            given = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
         if kind == "yarn" and given.get("factor", 0) is None and given.get(ORIGINAL):
             given["factor"] = max_position / given[ORIGINAL]
         required = {name for name, field in names.items() if field.default is MISSING}
@@ -199,6 +244,10 @@ def _frequencies(config: RotaryConfig, max_position: int) -> tuple[Tensor, float
         return _llama3(plain, scaling), 1.0
     if isinstance(scaling, YarnScaling):
         return _yarn(config, wavelengths, scaling), _yarn_attention_factor(scaling)
+    if isinstance(scaling, LongRopeScaling):
+        is_long = max_position > scaling.original_max_position
+        divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+        return 1.0 / (divisors * wavelengths), _longrope_attention_factor(scaling)
     return plain, 1.0
 
 
@@ -236,6 +285,14 @@ def _yarn_attention_factor(scaling: YarnScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return (scaling.mscale * log_factor + 1) / (scaling.mscale_all_dim * log_factor + 1)
     return log_factor + 1
+
+
+def _longrope_attention_factor(scaling: LongRopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
 
 
 def _check_number(
