@@ -51,10 +51,17 @@ def test_equals_the_oracle(
     assert_rows_close(out, oracle(expected_stream, weight, 1e-5, 0.0), dtype)
 
 
-def test_weight_offset() -> None:
-    x, weight = torch.randn(5, 16), torch.randn(16)
-    out = rms_norm(x, weight, 1e-6, weight_offset=1.0)
-    assert_rows_close(out, oracle(x, weight, 1e-6, 1.0), torch.float32)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_offset(kernel: str, dtype: torch.dtype) -> None:
+    # Weights so small that weight + 1 rounded to bfloat16 would lose them.
+    x, weight = torch.randn(5, 16).to(dtype), (torch.randn(16) * 1e-3).to(dtype)
+    out = rms_norm(x, weight, 1e-6, weight_offset=1.0, kernel=kernel)
+    assert out.dtype == dtype
+    assert_rows_close(out, oracle(x, weight, 1e-6, 1.0), dtype, scale=0.25)
+    assert torch.equal(
+        rms_norm(x, None, weight_offset=1.0, kernel=kernel), rms_norm(x, None, kernel=kernel)
+    )
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -90,7 +97,5 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         rms_norm(torch.ones(2, 8, dtype=torch.long), None)
     with pytest.raises(ValueError, match="eps is -1"):
         rms_norm(x, None, -1.0)
-    with pytest.raises(NotImplementedError, match="'torch' cannot run.*no weight offset"):
-        rms_norm(x, torch.ones(8), weight_offset=1.0, kernel="torch")
     with pytest.raises(ValueError, match="kernel='gluon' does not exist"):
         rms_norm(x, None, kernel="gluon")

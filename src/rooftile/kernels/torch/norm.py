@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from rooftile.kernels import Kernel
+from rooftile.kernels import Kernel, anything
+from rooftile.kernels.reference.precision import widen
 
 
 def rms_norm(
@@ -15,11 +14,11 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     # An operator may not return its input, so the stream is a copy where nothing is added.
     stream = x.clone() if residual is None else x + residual
-    return F.rms_norm(stream, stream.shape[-1:], weight, eps), stream
+    if weight_offset == 0 or weight is None:
+        return F.rms_norm(stream, stream.shape[-1:], weight, eps), stream
+    # The sum must not be rounded to x's dtype: offset weights lie near 0.
+    y = F.rms_norm(widen(stream), stream.shape[-1:], widen(weight) + weight_offset, eps)
+    return y.to(x.dtype), stream
 
 
-def supports(call: Any) -> str | None:
-    return "torch's rms_norm has no weight offset" if call.has_offset else None
-
-
-KERNELS = {"rms_norm": Kernel(rms_norm, supports, efficiency=0.4)}
+KERNELS = {"rms_norm": Kernel(rms_norm, anything, efficiency=0.4)}
