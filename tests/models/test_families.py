@@ -27,6 +27,35 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [1.5, 3.0, 6.0, 12.0],
+}
+GEMMA = {
+    "head_dim": 8,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 5,
+    "pad_token_id": 0,
+}
+PHI = {"pad_token_id": 0, "eos_token_id": 1}
+LONG = {
+    "rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 32},
+    "original_max_position_embeddings": 32,
+}
+GRANITE = {
+    "embedding_multiplier": 7.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+QWEN3_MOE = {
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied, one kv head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -53,6 +82,86 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied, biases": (
         "qwen3",
         {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied, windows in the upper layers": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2 low caps, biases": (
+        "gemma2",
+        GEMMA
+        | {
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
+    "gemma3 linear, own layer types": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3": ("phi3", PHI | {"num_key_value_heads": 4}),
+    "phi3 window, partial rotary": (
+        "phi3",
+        PHI
+        | {
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "phi3 longrope, long": ("phi3", PHI | LONG),
+    "olmo2": ("olmo2", {"pad_token_id": 0, "eos_token_id": 1}),
+    "olmo2 all heads, biases": (
+        "olmo2",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
+    "granite": ("granite", GRANITE),
+    "granite tied, biases": (
+        "granite",
+        GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window, one expert each": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 6},
+    ),
+    "qwen3 moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3 moe renormalised, dense layers, window": (
+        "qwen3_moe",
+        QWEN3_MOE
+        | {
+            "norm_topk_prob": True,
+            "mlp_only_layers": [2],
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
     ),
     "qwen3 windows in the upper layers": (
         "qwen3",

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rooftile.bench.workloads import Request
-from rooftile.models.config import DecoderConfig
+from rooftile.models.config import DecoderConfig, MoeSpec
 from rooftile.planning.hardware import Machine
 from rooftile.planning.roofline import Bound, Work, attention_work, least_time, linear_work
 
@@ -67,6 +67,10 @@ def _step_work(
             count,
         )
         yield linear_work(tokens, q_size, hidden), count
+        if isinstance(layer.mlp, MoeSpec):
+            yield linear_work(tokens, hidden, layer.mlp.num_experts), count
+            # The least weights that are read: where all tokens choose the same experts.
+            count *= layer.mlp.top_k
         yield linear_work(tokens, hidden, 2 * size), count
         yield linear_work(tokens, size, hidden), count
     yield linear_work(len(q_lens), hidden, config.vocab_size), 1

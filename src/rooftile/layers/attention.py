@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rooftile.layers.linear import Linear, RowParallelLinear
-from rooftile.layers.norm import RMSNorm
+from rooftile.layers.norm import ProjectionNorm, RMSNorm
 from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import PagedBatch
@@ -42,8 +42,9 @@ class AttentionLayer:
         cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2] float32
         window: int | None = None,
         softmax_scale: float | None = None,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        softcap: float = 0.0,
+        q_norm: RMSNorm | ProjectionNorm | None = None,
+        k_norm: RMSNorm | ProjectionNorm | None = None,
     ) -> None:
         self.qkv = qkv
         self.out = out
@@ -53,6 +54,7 @@ class AttentionLayer:
         self.cos_sin = cos_sin
         self.left_window = -1 if window is None else window
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.softcap = softcap
         self.q_norm = q_norm
         self.k_norm = k_norm
 
@@ -78,7 +80,7 @@ class AttentionLayer:
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-            *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, 0.0),
+            *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, self.softcap),
             *(self.softmax_scale, "auto"),
         )
         return self.out(out.flatten(1))

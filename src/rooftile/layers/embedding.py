@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,20 +11,41 @@ from rooftile.layers.linear import Linear
 
 
 class Embedding:
-    def __init__(self, weight: Tensor) -> None:
+    """Rows of `weight` times `scale`, which is rounded to the weight's dtype as in training."""
+
+    def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
         self.weight = weight  # [vocab, hidden]
+        self.scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, hidden]
-        return F.embedding(token_ids, self.weight)
+        embedded = F.embedding(token_ids, self.weight)
+        return embedded if self.scale == 1 else embedded * self.scale
 
 
 class Head:
-    """Logits over the vocabulary. Ranks hold equal shares of its rows, the last one zero-padded."""
+    """Logits over the vocabulary. Ranks hold equal shares of its rows, the last one zero-padded.
 
-    def __init__(self, linear: Linear, vocab_size: int, group: ParallelGroup) -> None:
+    Logits are multiplied by `scale`, then softcap * tanh(logit / softcap) where softcap is not 0.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        vocab_size: int,
+        group: ParallelGroup,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> None:
         self.linear = linear
         self.vocab_size = vocab_size
         self.group = group
+        self.scale = scale
+        self.softcap = softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
-        return self.group.all_gather(self.linear(hidden))[:, : self.vocab_size].float()
+        logits = self.group.all_gather(self.linear(hidden))[:, : self.vocab_size].float()
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits

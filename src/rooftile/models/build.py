@@ -14,8 +14,9 @@ from rooftile.layers.attention import AttentionLayer
 from rooftile.layers.embedding import Embedding, Head
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.mlp import GatedMlp
-from rooftile.layers.norm import RMSNorm
-from rooftile.models.config import AttentionSpec, DecoderConfig, MlpSpec
+from rooftile.layers.moe import MixtureOfExperts
+from rooftile.layers.norm import NoNorm, ProjectionNorm, RMSNorm
+from rooftile.models.config import AttentionSpec, DecoderConfig, MlpSpec, MoeSpec
 from rooftile.models.decoder import Decoder, DecoderLayer
 from rooftile.models.weights import WHOLE, WeightSource, weight_shapes
 from rooftile.ops.linear import best_format, pack
@@ -56,7 +57,7 @@ class _Builder:
         return out
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.vector(name), self.config.norm_eps)
+        return RMSNorm(self.vector(name), self.config.norm_eps, self.config.norm_offset)
 
     def rows(self, parts: Sequence[tuple[str, slice]], has_bias: bool) -> Linear:
         """One matrix out of these rows of several: column-parallel, fused."""
@@ -79,14 +80,15 @@ class _Builder:
 
     def layer(self, index: int) -> DecoderLayer:
         spec, prefix = self.config.layers[index], f"layers.{index}."
-        attention, mlp = spec.attention, spec.mlp
+        attention = spec.attention
         heads, kv_heads = head_shares(attention, self.group)
         dim = attention.head_dim
         q_rows = slice(heads.start * dim, heads.stop * dim)
         kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
-        inner = mlp_share(mlp, self.group)
+        before = self.norm if spec.pre_norm else lambda name: NoNorm()
+        after = self.norm if spec.post_norm else lambda name: None
         return DecoderLayer(
-            attention_norm=self.norm(f"{prefix}attention_norm"),
+            attention_norm=before(f"{prefix}attention_norm"),
             attention=AttentionLayer(
                 self.rows(
                     [(f"{prefix}q", q_rows), (f"{prefix}k", kv_rows), (f"{prefix}v", kv_rows)],
@@ -99,21 +101,56 @@ class _Builder:
                 cos_sin=None if attention.rotary is None else self.tables[attention.rotary],
                 window=attention.window,
                 softmax_scale=attention.softmax_scale,
-                q_norm=self.norm(f"{prefix}q_norm") if attention.qk_norm else None,
-                k_norm=self.norm(f"{prefix}k_norm") if attention.qk_norm else None,
+                softcap=attention.softcap,
+                q_norm=self.qk_norm(f"{prefix}q_norm", attention),
+                k_norm=self.qk_norm(f"{prefix}k_norm", attention),
             ),
-            mlp_norm=self.norm(f"{prefix}mlp_norm"),
-            mlp=GatedMlp(
-                self.rows([(f"{prefix}gate", inner), (f"{prefix}up", inner)], mlp.bias),
-                self.columns(f"{prefix}down", inner, mlp.bias),
-                mlp.activation,
-            ),
+            attention_post_norm=after(f"{prefix}attention_post_norm"),
+            mlp_norm=before(f"{prefix}mlp_norm"),
+            mlp=self.experts(prefix, spec.mlp)
+            if isinstance(spec.mlp, MoeSpec)
+            else self.mlp(prefix, spec.mlp),
+            mlp_post_norm=after(f"{prefix}mlp_post_norm"),
+        )
+
+    def qk_norm(self, name: str, spec: AttentionSpec) -> RMSNorm | ProjectionNorm | None:
+        if spec.qk_norm is None:
+            return None
+        norm = self.norm(name)
+        return ProjectionNorm(norm) if spec.qk_norm == "projection" else norm
+
+    def mlp(self, prefix: str, spec: MlpSpec) -> GatedMlp:
+        inner = mlp_share(spec, self.group)
+        return GatedMlp(
+            self.rows([(f"{prefix}gate", inner), (f"{prefix}up", inner)], spec.bias),
+            self.columns(f"{prefix}down", inner, spec.bias),
+            spec.activation,
+        )
+
+    def experts(self, prefix: str, spec: MoeSpec) -> MixtureOfExperts:
+        inner, hidden = mlp_share(spec, self.group), self.config.hidden
+        size = inner.stop - inner.start
+        gate_up = self.empty(spec.num_experts, 2 * size, hidden)
+        down = self.empty(spec.num_experts, hidden, size)
+        for expert in range(spec.num_experts):
+            name = f"{prefix}experts.{expert}"
+            self.source.read(f"{name}.gate", gate_up[expert, :size], inner)
+            self.source.read(f"{name}.up", gate_up[expert, size:], inner)
+            self.source.read(f"{name}.down", down[expert], WHOLE, inner)
+        return MixtureOfExperts(
+            self.rows([(f"{prefix}router", slice(0, spec.num_experts))], False),
+            gate_up,
+            down,
+            top_k=spec.top_k,
+            activation=spec.activation,
+            renormalise=spec.renormalise,
+            group=self.group,
         )
 
     def embedding(self) -> Embedding:
         weight = self.empty(self.config.vocab_size, self.config.hidden)
         self.source.read("embedding", weight)
-        return Embedding(weight)
+        return Embedding(weight, self.config.embedding_scale)
 
     def head(self, embedding: Embedding) -> Head:
         vocab, size = self.config.vocab_size, self.group.size
@@ -130,7 +167,13 @@ class _Builder:
                 weight[:held] = embedding.weight[share]
             elif held:
                 self.source.read("head", weight[:held], share)
-        return Head(Linear(pack(weight, self.format)), vocab, self.group)
+        return Head(
+            Linear(pack(weight, self.format)),
+            vocab,
+            self.group,
+            self.config.logits_scale,
+            self.config.logits_softcap,
+        )
 
 
 def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice]:
@@ -138,7 +181,13 @@ def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice
 
     Raises:
         ValueError: the heads do not split evenly; gives the numbers.
+        NotImplementedError: norms over all heads, of which each rank has only some.
     """
+    if group.size > 1 and spec.qk_norm == "projection":
+        raise NotImplementedError(
+            f"this model's q and k norms run over all {spec.num_heads} heads together, and each of "
+            f"{group.size} processes would hold only some of them; use one process"
+        )
     heads = group.share("query heads", spec.num_heads)
     if group.size % spec.num_kv_heads == 0:
         one = group.rank // (group.size // spec.num_kv_heads)
@@ -146,8 +195,8 @@ def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice
     return heads, group.share("kv heads", spec.num_kv_heads)
 
 
-def mlp_share(spec: MlpSpec, group: ParallelGroup) -> slice:
-    """This rank's part of the feed-forward layer's inner columns; ValueError as `head_shares`."""
+def mlp_share(spec: MlpSpec | MoeSpec, group: ParallelGroup) -> slice:
+    """This rank's part of a feed-forward layer's inner columns; ValueError as `head_shares`."""
     return group.share("columns of the feed-forward layer", spec.intermediate)
 
 

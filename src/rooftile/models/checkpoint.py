@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rooftile.models.places import Place
 from rooftile.models.weights import WHOLE
 
 INDEX = "model.safetensors.index.json"
@@ -21,7 +22,8 @@ HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
 class Checkpoint:
     """The safetensors files of `directory`, under our names.
 
-    names: our name -> the checkpoint's; ignored: the checkpoint's names that may be there unused.
+    places: of our tensors; ignored: the checkpoint's names that may be there unused. `shapes` has
+    the stored tensors, `unexpected` those that no part of the model uses.
 
     Raises:
         ValueError: no safetensors files, a damaged or missing one, or tensors that are not
@@ -29,9 +31,9 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: Path, names: Mapping[str, str], ignored: frozenset[str] = frozenset()
+        self, directory: Path, places: Mapping[str, Place], ignored: frozenset[str] = frozenset()
     ) -> None:
-        self._names = names
+        self._places = places
         self._files: dict[str, Any] = {}  # checkpoint's name -> the open file that has it
         stored: dict[str, tuple[int, ...]] = {}
         foreign = []
@@ -45,7 +47,7 @@ class Checkpoint:
                 self._files[name] = file
                 if view.get_dtype() not in FLOATS:
                     foreign.append(f"{name} ({view.get_dtype()})")
-        known = set(names.values())
+        known = {place.tensor for place in places.values()}
         self.unexpected = tuple(
             sorted(
                 name
@@ -60,15 +62,14 @@ class Checkpoint:
                 f"{', '.join(foreign)}; quantised safetensors are not supported, use the original "
                 f"model or a GGUF file"
             )
-        self.shapes = {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
-
-    def label(self, name: str) -> str:
-        return self._names.get(name, name)
+        self.shapes: Mapping[str, tuple[int, ...]] = stored
 
     def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
-        stored = self._names[name]
-        view = self._files[stored].get_slice(stored)
-        out.copy_(view[rows] if len(self.shapes[name]) == 1 else view[rows, columns])
+        place = self._places[name]
+        view = self._files[place.tensor].get_slice(place.tensor)
+        first, last, _ = rows.indices(place.rows)
+        rows = slice(place.first_row + first, place.first_row + last)
+        out.copy_(view[rows] if len(place.shape) == 1 else view[rows, columns])
 
 
 def _files(directory: Path) -> list[Path]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rooftile.ops.rotary_table import RotaryConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+QK_NORMS = (None, "head", "projection")
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class AttentionSpec:
     window: how many earlier tokens a token sees beside itself; `None`: all of them. A model card's
         "sliding window of 4096" counts the token itself: window=4095.
     softmax_scale: `None` means head_dim ** -0.5.
-    qk_norm: RMS norms over each head of q and k, before the rotation.
+    softcap: scores become softcap * tanh(score / softcap); 0: they stay as they are.
+    qk_norm: RMS norms of q and k before the rotation, over each "head" or over all heads of a
+        "projection" together; `None`: there are none.
     """
 
     num_heads: int
@@ -27,7 +30,8 @@ class AttentionSpec:
     rotary: RotaryConfig | None = None
     window: int | None = None
     softmax_scale: float | None = None
-    qk_norm: bool = False
+    softcap: float = 0.0
+    qk_norm: str | None = None
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -44,6 +48,10 @@ class AttentionSpec:
             )
         if self.window is not None and self.window < 0:
             raise ValueError(f"AttentionSpec: window is {self.window}; it must not be negative")
+        if self.qk_norm not in QK_NORMS:
+            raise ValueError(
+                f"AttentionSpec: qk_norm is {self.qk_norm!r}; choose one of {QK_NORMS}"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,16 +72,47 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: each token goes to the `top_k` gated MLPs that its router favours.
+
+    The router's softmax is over all experts; with `renormalise` the weights of those chosen are
+    then divided by their sum. intermediate: of one expert.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate: int
+    activation: str = "silu"
+    renormalise: bool = True
+
+    def __post_init__(self) -> None:
+        MlpSpec(self.intermediate, self.activation)
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"MoeSpec: top_k is {self.top_k}; it must be at least 1 and at most the "
+                f"{self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True)
 class LayerSpec:
+    """pre_norm: norms before attention and mlp; post_norm: after each, before the residual add."""
+
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
+    pre_norm: bool = True
+    post_norm: bool = False
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: embedding, pre-norm layers, final norm, head.
+    """A decoder: embedding, layers around a residual stream, final norm, head.
 
     max_position: the longest sequence in tokens that rotary tables are made for.
+    norm_offset: every norm multiplies by weight + norm_offset.
+    embedding_scale: multiplies embeddings (not the head that shares their matrix).
+    residual_scale: multiplies what attention and mlp add to the stream.
+    logits_scale, logits_softcap: logits are multiplied, then become cap * tanh(logit / cap); 0: no cap.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -82,6 +121,11 @@ class DecoderConfig:
     max_position: int
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "vocab_size", "max_position"):

@@ -10,21 +10,26 @@ from torch import Tensor
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.embedding import Embedding, Head
 from rooftile.layers.mlp import GatedMlp
-from rooftile.layers.norm import RMSNorm
+from rooftile.layers.moe import MixtureOfExperts
+from rooftile.layers.norm import NoNorm, RMSNorm
 from rooftile.models.config import DecoderConfig
 from rooftile.types import KVSpec
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    attention_norm: RMSNorm
+    """Two branches off the residual stream, each with what comes before and after it."""
+
+    attention_norm: RMSNorm | NoNorm
     attention: AttentionLayer
-    mlp_norm: RMSNorm
-    mlp: GatedMlp
+    attention_post_norm: RMSNorm | None
+    mlp_norm: RMSNorm | NoNorm
+    mlp: GatedMlp | MixtureOfExperts
+    mlp_post_norm: RMSNorm | None
 
 
 class Decoder:
-    """Embedding, pre-norm layers around one residual stream, final norm, head.
+    """Embedding, layers around one residual stream, final norm, head.
 
     Under tensor parallelism it holds this rank's heads and columns; `forward` and `logits` return
     the same on every rank.
@@ -71,13 +76,21 @@ class Decoder:
         is checked here: token ids lie in the vocabulary, positions below config.max_position,
         and each `LayerKV` satisfies what `ops.append_kv` and `ops.paged_attention` ask of it.
         """
+        scale = self.config.residual_scale
         x, stream = self.embedding(token_ids), None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x, stream = layer.attention_norm.add(x, stream)
-            x = layer.attention(x, positions, layer_kv)
+            x = _leave(layer.attention(x, positions, layer_kv), layer.attention_post_norm, scale)
             x, stream = layer.mlp_norm.add(x, stream)
-            x = layer.mlp(x)
+            x = _leave(layer.mlp(x), layer.mlp_post_norm, scale)
         return self.norm.add(x, stream)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
         return self.head(hidden)
+
+
+def _leave(x: Tensor, post_norm: RMSNorm | None, scale: float) -> Tensor:
+    """What a branch adds to the residual stream; the next norm adds it."""
+    if post_norm is not None:
+        x = post_norm(x)
+    return x if scale == 1 else x * scale

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.models.gguf import GGUFFile, GGUFTensor
+from rooftile.models.places import Place
 from rooftile.models.weights import WHOLE
 
 # Values dequantised at a time: enough that numpy's work outweighs the calls, few enough that the
@@ -21,9 +22,11 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F6
 class GGUFWeights:
     """The tensors of `file` under our names.
 
-    names: our name -> the file's.
+    places: of our tensors. `shapes` has the stored tensors, `unexpected` those that no part of the
+        model uses.
     interleaved: our names of tensors, and their number of heads, whose rows llama.cpp has reordered
         so that each head's rotary pairs lie side by side; the order is undone while reading.
+    norm_offset: llama.cpp has added it to the weights of norms; it is taken off while reading.
     ignored: the file's names that may be there unused.
 
     Raises:
@@ -33,20 +36,18 @@ class GGUFWeights:
     def __init__(
         self,
         file: GGUFFile,
-        names: Mapping[str, str],
+        places: Mapping[str, Place],
         *,
         interleaved: Mapping[str, int],
+        norm_offset: float = 0.0,
         ignored: frozenset[str] = frozenset(),
     ) -> None:
         self._file = file
-        self._names = names
+        self._places = places
         self._interleaved = interleaved
-        known = set(names.values())
-        self.shapes = {
-            ours: file.tensors[theirs].shape
-            for ours, theirs in names.items()
-            if theirs in file.tensors
-        }
+        self._norm_offset = norm_offset
+        known = {place.tensor for place in places.values()}
+        self.shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         self.unexpected = tuple(
             name for name in file.tensors if name not in known and name not in ignored
         )
@@ -61,29 +62,29 @@ class GGUFWeights:
                 f"{', '.join(unreadable)}; convert the model to a type such as Q8_0 or Q4_K"
             )
 
-    def label(self, name: str) -> str:
-        return self._names.get(name, name)
-
     def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
         if out.device.type != "cpu":  # one transfer for each tensor, not one for each chunk
             staged = torch.empty(out.shape, dtype=out.dtype)
             self.read(name, staged, rows, columns)
             out.copy_(staged)
             return
-        tensor = self._file.tensors[self._names[name]]
-        first, last, _ = rows.indices(tensor.shape[0])
+        place = self._places[name]
+        tensor = self._file.tensors[place.tensor]
+        first, last, _ = rows.indices(place.rows)
+        first, last = first + place.first_row, last + place.first_row
         if len(tensor.shape) == 1:
-            out.copy_(self._vector(name, tensor)[first:last])
+            values = self._vector(name, tensor)[first:last]
+            out.copy_(values - self._norm_offset if name.endswith("norm") else values)
             return
         target = out
         heads = self._interleaved.get(name)
         if heads is not None:
-            head_dim = tensor.shape[0] // heads
+            head_dim = place.rows // heads
             # [heads, pair, half, in] as the file orders them <- [heads, half, pair, in].
             target = out.view(-1, 2, head_dim // 2, out.shape[1]).transpose(1, 2)
-            step = head_dim * max(1, CHUNK // (head_dim * tensor.shape[1]))
+            step = head_dim * max(1, CHUNK // (head_dim * tensor.shape[-1]))
         else:
-            step = max(1, CHUNK // tensor.shape[1])
+            step = max(1, CHUNK // tensor.shape[-1])
         for start in range(first, last, step):
             end = min(start + step, last)
             values = read_rows(self._file, tensor, start, end)[:, columns]
@@ -108,7 +109,7 @@ def read_vector(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
 
 
 def read_rows(file: GGUFFile, tensor: GGUFTensor, start: int, end: int) -> Tensor:
-    """Rows [start, end) of a matrix in float32, or as stored where the file has plain numbers."""
+    """Rows [start, end), over all dimensions but the last, in float32, or as stored where the file has plain numbers."""
     import numpy as np
 
     row_bytes = tensor.nbytes // prod(tensor.shape[:-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,16 @@ from rooftile.models.checkpoint import Checkpoint
 from rooftile.models.config import DecoderConfig
 from rooftile.models.decoder import Decoder
 from rooftile.models.families import Fields, family_of_config, family_of_gguf
-from rooftile.models.families.common import ROPE_FREQS
 from rooftile.models.families.family import Family
+from rooftile.models.families.gguf_common import ROPE_TENSORS
 from rooftile.models.gguf import GGUFFile, read_gguf
 from rooftile.models.gguf_tokenizer import tokenizer_from_gguf
 from rooftile.models.gguf_weights import GGUFWeights
+from rooftile.models.places import Place, check_places, places
 from rooftile.models.random_weights import RandomWeights
 from rooftile.models.resolve import ModelFiles, resolve
 from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
-from rooftile.models.weights import WeightSource, check_weights, weight_shapes
+from rooftile.models.weights import WeightSource
 from rooftile.ops.rotary_table import DynamicScaling
 
 # Tokens that end a turn wherever a vocabulary has them as special tokens.
@@ -44,12 +45,13 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Description:
-    """Everything about a model but its weights, which `source` opens."""
+    """Everything about a model but its weights, which `source` opens and `places` finds in it."""
 
     config: DecoderConfig
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    source: Callable[[], WeightSource]
+    places: dict[str, Place]
+    source: Callable[[], Checkpoint | GGUFWeights]
 
 
 def load_model(
@@ -90,8 +92,8 @@ def load_model(
     if random_weights:
         source: WeightSource = RandomWeights(config, seed)
     else:
-        source = description.source()
-        check_weights(config, source, str(files.path))
+        source = stored = description.source()
+        check_places(description.places, stored.shapes, stored.unexpected, str(files.path))
     decoder = build_decoder(
         config,
         source,
@@ -123,13 +125,14 @@ def _describe_directory(files: ModelFiles) -> _Description:
         *_ids(fields.get("eos_token_id")),
         *_ids(read_json(files.path / "generation_config.json").get("eos_token_id")),
     }
-    names = _names(config, family.hf_names)
+    found = places(config, family.hf_names)
     ignored = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
     return _Description(
         config,
         tokenizer,
         _eos_ids(ids, tokenizer),
-        lambda: Checkpoint(files.path, names, ignored),
+        found,
+        lambda: Checkpoint(files.path, found, ignored),
     )
 
 
@@ -145,12 +148,19 @@ def _describe_gguf(files: ModelFiles) -> _Description:
         for key in GGUF_EOS_KEYS
         for token_id in _ids(file.metadata.get(f"tokenizer.ggml.{key}"))
     }
+    found = places(config, family.gguf_names)
     return _Description(
-        config, tokenizer, _eos_ids(ids, tokenizer), lambda: _gguf_source(file, family, config)
+        config,
+        tokenizer,
+        _eos_ids(ids, tokenizer),
+        found,
+        lambda: _gguf_source(file, family, config, found),
     )
 
 
-def _gguf_source(file: GGUFFile, family: Family, config: DecoderConfig) -> WeightSource:
+def _gguf_source(
+    file: GGUFFile, family: Family, config: DecoderConfig, found: dict[str, Place]
+) -> GGUFWeights:
     interleaved: dict[str, int] = {}
     if family.gguf_interleaved:
         for index, layer in enumerate(config.layers):
@@ -160,22 +170,11 @@ def _gguf_source(file: GGUFFile, family: Family, config: DecoderConfig) -> Weigh
                 interleaved[f"layers.{index}.{name}.bias"] = count
     return GGUFWeights(
         file,
-        _names(config, family.gguf_names),
+        found,
         interleaved=interleaved,
-        ignored=frozenset({ROPE_FREQS}),
+        norm_offset=config.norm_offset,
+        ignored=frozenset(ROPE_TENSORS),
     )
-
-
-def _names(config: DecoderConfig, templates: Mapping[str, str]) -> dict[str, str]:
-    """Our name of every tensor -> the checkpoint's."""
-    names = {}
-    for ours in weight_shapes(config):
-        base, kind = (ours[:-5], "bias") if ours.endswith(".bias") else (ours, "weight")
-        parts = base.split(".")
-        layer = parts[1] if len(parts) == 3 else ""
-        template = templates[f"layers.{{i}}.{parts[2]}" if layer else base]
-        names[ours] = f"{template.replace('{i}', layer)}.{kind}"
-    return names
 
 
 def _with_length(config: DecoderConfig, length: int | None, name: str) -> DecoderConfig:

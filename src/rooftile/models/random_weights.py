@@ -17,7 +17,7 @@ PERIOD = 1_000_003
 
 
 class RandomWeights:
-    """Matrices and biases uniform with a standard deviation of 0.02, norms 1.
+    """Matrices and biases uniform with a standard deviation of 0.02; norms multiply by 1.
 
     A tensor depends on the seed, its name, its dtype and its device only, so every rank of a
     parallel group cuts its share out of the same matrix.
@@ -25,15 +25,12 @@ class RandomWeights:
 
     def __init__(self, config: DecoderConfig, seed: int) -> None:
         self.shapes = weight_shapes(config)
-        self.unexpected: tuple[str, ...] = ()
+        self.norm_weight = 1.0 - config.norm_offset
         self.seed = seed
-
-    def label(self, name: str) -> str:
-        return name
 
     def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
         if name.endswith("norm"):
-            out.fill_(1.0)
+            out.fill_(self.norm_weight)
             return
         seed = zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) ^ (self.seed >> 32)
         generator = torch.Generator(out.device).manual_seed(seed)

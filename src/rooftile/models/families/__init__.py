@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from rooftile.models.families.family import Family
 from rooftile.models.families.fields import Fields
+from rooftile.models.families.gemma2 import GEMMA2
+from rooftile.models.families.gemma3 import GEMMA3
+from rooftile.models.families.granite import GRANITE
 from rooftile.models.families.llama import LLAMA
 from rooftile.models.families.mistral import MISTRAL
+from rooftile.models.families.mixtral import MIXTRAL
+from rooftile.models.families.olmo2 import OLMO2
+from rooftile.models.families.phi3 import PHI3
+from rooftile.models.families.qwen2 import QWEN2
 from rooftile.models.families.qwen3 import QWEN3
+from rooftile.models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = (LLAMA, MISTRAL, QWEN3)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    OLMO2,
+    GRANITE,
+)
 
 
 def family_of_config(fields: Fields) -> Family:

@@ -9,7 +9,7 @@ from rooftile.models.config import DecoderConfig
 from rooftile.models.families.fields import Fields
 from rooftile.models.gguf import GGUFFile
 
-# our name -> theirs; "{i}" stands for the layer, and ".bias" replaces ".weight" for biases.
+# our name -> theirs, as `places` reads it.
 HF_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -25,13 +25,19 @@ HF_NAMES = {
     "layers.{i}.gate": "model.layers.{i}.mlp.gate_proj",
     "layers.{i}.up": "model.layers.{i}.mlp.up_proj",
     "layers.{i}.down": "model.layers.{i}.mlp.down_proj",
+    "layers.{i}.router": "model.layers.{i}.mlp.gate",
+    "layers.{i}.experts.{e}.gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "layers.{i}.experts.{e}.up": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "layers.{i}.experts.{e}.down": "model.layers.{i}.mlp.experts.{e}.down_proj",
 }
 GGUF_NAMES = {
     "embedding": "token_embd",
     "norm": "output_norm",
     "head": "output",
     "layers.{i}.attention_norm": "blk.{i}.attn_norm",
+    "layers.{i}.attention_post_norm": "blk.{i}.post_attention_norm",
     "layers.{i}.mlp_norm": "blk.{i}.ffn_norm",
+    "layers.{i}.mlp_post_norm": "blk.{i}.post_ffw_norm",
     "layers.{i}.q": "blk.{i}.attn_q",
     "layers.{i}.k": "blk.{i}.attn_k",
     "layers.{i}.v": "blk.{i}.attn_v",
@@ -41,6 +47,17 @@ GGUF_NAMES = {
     "layers.{i}.gate": "blk.{i}.ffn_gate",
     "layers.{i}.up": "blk.{i}.ffn_up",
     "layers.{i}.down": "blk.{i}.ffn_down",
+    "layers.{i}.router": "blk.{i}.ffn_gate_inp",
+    "layers.{i}.experts.{e}.gate": "blk.{i}.ffn_gate_exps",
+    "layers.{i}.experts.{e}.up": "blk.{i}.ffn_up_exps",
+    "layers.{i}.experts.{e}.down": "blk.{i}.ffn_down_exps",
+}
+# Norms before and after attention and mlp.
+SANDWICH_HF_NAMES = {
+    **HF_NAMES,
+    "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
+    "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
 }
 
 
@@ -53,8 +70,8 @@ class Family:
     gguf_architecture, gguf_config: the same for GGUF; `None` where such files come under the name
         of another family.
     gguf_interleaved: whether llama.cpp's converter reorders the rows of q and k so that rotary
-        pairs lie side by side (it does for the architecture "llama").
-    hf_names, gguf_names: templates, our name -> the checkpoint's without ".weight" or ".bias".
+        pairs lie side by side (it does for the architectures "llama" and "granite").
+    hf_names, gguf_names: templates, our name -> the checkpoint's (see `places`).
     """
 
     model_type: str

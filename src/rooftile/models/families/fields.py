@@ -19,6 +19,15 @@ class Fields:
     def error(self, name: str, problem: str) -> ValueError:
         return ValueError(f"{self.where}: {self.prefix}{name} {problem}")
 
+    def located(self, error: ValueError) -> ValueError:
+        """The same error, with the file it comes from."""
+        text = str(error)
+        return error if text.startswith(self.where) else ValueError(f"{self.where}: {text}")
+
+    def filled(self, defaults: Mapping[str, Any]) -> Fields:
+        """With these values for fields that are absent; one that is null stays null."""
+        return Fields({**defaults, **self.values}, self.where, self.prefix)
+
     def get(self, name: str, default: Any = None) -> Any:
         """The value, or `default` where the field is absent or null."""
         value = self.values.get(self.prefix + name)

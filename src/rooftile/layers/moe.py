@@ -1,0 +1,57 @@
+"""A mixture of experts: a router and gated feed-forward layers of which each token takes a few."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftile.distributed.group import ParallelGroup
+from rooftile.layers.linear import Linear
+from rooftile.ops.activation import GATED_ACTIVATION
+from rooftile.ops.grouped_linear import GROUPED_LINEAR
+
+
+class MixtureOfExperts:
+    """The sum of the `top_k` experts that the router favours, weighted by its softmax.
+
+    Under tensor parallelism every rank routes alike and holds some inner columns of each expert.
+    A token's experts are summed in the order of their weights, so its result does not depend on
+    which other tokens are there.
+    """
+
+    def __init__(
+        self,
+        router: Linear,  # hidden -> experts
+        gate_up: Tensor,  # [experts, 2 * inner of this rank, hidden]: gate's rows first
+        down: Tensor,  # [experts, hidden, inner of this rank]
+        *,
+        top_k: int,
+        activation: str,
+        renormalise: bool,
+        group: ParallelGroup,
+    ) -> None:
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
+        self.top_k = top_k
+        self.activation = activation
+        self.renormalise = renormalise
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, hidden]
+        shares = self.router(x).float().softmax(-1)
+        weights, experts = shares.topk(self.top_k, -1)  # [tokens, top_k]
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+
+        order = experts.flatten().argsort(stable=True)  # rows of one expert side by side
+        sizes = torch.bincount(experts.flatten(), minlength=self.gate_up.shape[0])
+        inner = GROUPED_LINEAR.handle(x[order // self.top_k], self.gate_up, sizes, "auto")
+        inner = GATED_ACTIVATION.handle(inner, self.activation, "auto")
+        sorted_out = GROUPED_LINEAR.handle(inner, self.down, sizes, "auto")
+
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        out = out.view(-1, self.top_k, x.shape[-1])
+        mixed = torch.einsum("tkh,tk->th", out.float(), weights.to(torch.float32))
+        return self.group.all_reduce(mixed.to(x.dtype))
