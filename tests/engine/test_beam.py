@@ -127,6 +127,9 @@ def test_refusals() -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"n_best": 5}, "n_best is 5; .* from 1 to 4"),
         ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"length_penalty": 1e308}, r"length_penalty is 1e\+308; .* at least -20 and at most 20"),
+        ({"early_stopping": 1}, "early_stopping is 1; it must be True, False or 'never'"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         ({"early_stopping": "soon"}, "early_stopping is 'soon'; it must be True, False or 'never'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -180,7 +180,14 @@ def assert_prompt_logprobs(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 7}, {"num_pages": 16, "pipeline_depth": 2}], ids=str
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"num_pages": 16, "pipeline_depth": 2},
+        {"max_num_batched_tokens": 7, "pipeline_depth": 2},
+    ],
+    ids=str,
 )
 def test_prompt_logprobs_also_when_the_prefix_is_cached(
     make_llm: Callable[..., LLM],
@@ -252,7 +259,7 @@ def test_logits_processor_sees_its_tokens_and_fails_alone(llm: LLM) -> None:
         return logits
 
     def misshapen(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        return logits[:5]
+        return logits[:1]  # which torch would broadcast
 
     options = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
     first, second, third, plain = llm.generate(
@@ -270,7 +277,10 @@ def test_logits_processor_sees_its_tokens_and_fails_alone(llm: LLM) -> None:
     assert first.outputs[0].logprobs[0].logprob < -1  # the model's own, not the processed one
     assert second.outputs[0].error == "logits_processor failed: KeyError: 'mine'"
     assert len(second.outputs[0].token_ids) == 2
-    assert "logits_processor failed: RuntimeError" in (third.outputs[0].error or "")
+    assert third.outputs[0].error == (
+        "logits_processor failed: ValueError: it returned Tensor of shape [1]; "
+        "return a tensor [vocab] = [260]"
+    )
     assert plain.outputs[0].finish_reason == "length"
 
 
@@ -444,13 +454,28 @@ def test_an_interrupt_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert len(llm.generate("after", GREEDY)[0].outputs[0].token_ids) == 12
 
 
+def test_an_interrupt_within_a_step_leaves_other_requests_whole(llm: LLM) -> None:
+    def interrupt(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    expected = llm.generate("other", GREEDY)[0].outputs[0].token_ids
+    stream = llm.stream("other", GREEDY)
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("stopped", SamplingParams(logits_processor=interrupt))
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected
+
+
 def test_a_bad_prompt_among_good_ones_runs_none(llm: LLM) -> None:
     before = llm.stats().prompt_tokens
     for bad, message in [
         ([], "prompt 1: the prompt is empty"),
         ([1, 260], "prompt 1: prompt token id 260 is outside the vocabulary 0..259"),
         ("x" * 200, "prompt 1: the prompt has 200 tokens; with max_model_len 160"),
-        ("\ud800", "the prompt is not valid Unicode text"),
+        ("\ud800", "not valid Unicode text: .*surrogates"),
+        (b"bytes", "a prompt is a string or a list of token ids, not b'bytes'"),
+        ({"prompt": "x"}, "a prompt is a string or a list of token ids"),
         ([1.5], "a prompt is a string or a list of token ids"),
         (None, "a prompt is a string or a list of token ids"),
     ]:
@@ -458,6 +483,16 @@ def test_a_bad_prompt_among_good_ones_runs_none(llm: LLM) -> None:
             llm.generate(["good", bad], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
         llm.generate("a", [GREEDY, GREEDY])
+    for wrong in (b"bytes", {"prompt": "x"}, {"a", "b"}, 5, None, torch.tensor(3)):
+        with pytest.raises(ValueError, match="prompts are a string, a list of token ids, or"):
+            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
+    for params in ({"temperature": 0}, [{"temperature": 0}], "x", 3, SamplingParams):
+        with pytest.raises(ValueError, match="takes SamplingParams or BeamSearchParams, not"):
+            llm.generate("a", params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beam_search takes BeamSearchParams, not SamplingParams"):
+        llm.beam_search("a", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt_logprobs is 261; the vocabulary has 260 tokens"):
+        llm.generate("a", SamplingParams(prompt_logprobs=261))
     assert llm.stats().prompt_tokens == before
 
 

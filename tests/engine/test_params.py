@@ -46,6 +46,16 @@ from rooftile.engine.params import SamplingParams
         ({"stop": 5}, "stop is 5; it must be"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+        ({"temperature": 10**400}, "temperature is 1000.* at least 0 that float32 can hold"),
+        ({"temperature": 1e39}, r"temperature is 1e\+39; .* that float32 can hold"),
+        ({"top_p": 1e-50}, "top_p is 1e-50; .* that float32 can hold"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty is 1e-50"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty is 1e\+39"),
+        ({"top_k": 2**63}, r"top_k is 9223372036854775808; .* \(0 keeps every token\)"),
+        ({"stop_token_ids": b"x"}, "stop_token_ids is b'x'; it must be a list"),
+        ({"stop_token_ids": {1: 2}}, "stop_token_ids is {1: 2}; it must be a list"),
+        ({"stop": {"a": 1}}, "stop is {'a': 1}; it must be a list"),
+        ({"logit_bias": []}, r"logit_bias is \[\]; it must map"),
     ],
 )
 def test_refusals(fields: dict[str, object], message: str) -> None:

@@ -86,7 +86,10 @@ class Limits:
             raise ValueError(f"{name} is {rows}; the engine runs max_num_seqs {self.max_num_seqs}")
 
 
-NOT_FINITE = "the model gave logits that are not finite (NaN or infinite)"
+NOT_FINITE = (
+    "no token could be sampled: the logits, of the model or after logits_processor, are not finite "
+    "(NaN or infinite)"
+)
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,9 @@ class EngineCore:
                     result = self._runner.launch(plan.input)
                 except Exception as error:
                     return self._fail(plan, error)
+                except BaseException:  # ctrl-C: the step is void, and its requests can go on
+                    self._void(plan)
+                    raise
                 self._in_flight.append(InFlight(plan, result))
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             return self._collect(self._in_flight.popleft())
@@ -286,8 +292,11 @@ class EngineCore:
         ]
 
     def _end_scored(self, request: Request) -> list[SequenceDelta]:
-        """A request without new tokens ends once its prompt is computed."""
-        if request.sequences[0].num_computed < request.num_prompt_tokens:
+        """A request without new tokens ends with the step that computes the end of its prompt."""
+        computed = request.sequences[0].num_computed
+        # num_computed runs ahead of the values while a later step is in flight.
+        in_flight = any(request in flight.plan.requests for flight in self._in_flight)
+        if computed < request.num_prompt_tokens or in_flight:
             return []
         return [self._finish(sequence, "length") for sequence in request.sequences]
 
@@ -354,15 +363,19 @@ class EngineCore:
         return self._delta(sequence, **news)
 
     def _fail(self, plan: ScheduledStep, error: Exception) -> list[SequenceDelta]:
-        """A step raised. Steps after it read what it should have written, so they go too."""
+        """A step raised. Its requests are tried again, alone; one that was alone ends."""
+        requests = self._void(plan)
+        if len(requests) != 1:
+            return []
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return self._refuse_request(requests[0], message)
+
+    def _void(self, plan: ScheduledStep) -> list[Request]:
+        """Take a step back. Steps after it read what it should have written, so they go too."""
         later = [
             flight.plan for flight in self._in_flight if flight.plan.input.step > plan.input.step
         ]
         self._in_flight = deque(f for f in self._in_flight if f.plan not in later)
         for failed in reversed(later):
             self._scheduler.fail(failed)
-        requests = self._scheduler.fail(plan)
-        if len(requests) != 1:
-            return []  # each of them is tried again, alone
-        message = f"the step failed: {type(error).__name__}: {error}"
-        return self._refuse_request(requests[0], message)
+        return self._scheduler.fail(plan)

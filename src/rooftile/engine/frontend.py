@@ -6,7 +6,7 @@ It runs on the caller's side (LLM's own thread, AsyncLLM's event loop), never on
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from operator import index
 from typing import Any
@@ -122,17 +122,14 @@ class Frontend:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer; give the prompt as token ids")
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"the prompt is not valid Unicode text: {error}") from None
             return prompt, self.tokenizer.encode(prompt, add_special_tokens)
-        try:
-            return None, [index(token) for token in prompt]
-        except TypeError:
-            raise ValueError(
-                f"a prompt is a string or a list of token ids, not {prompt!r:.80}"
-            ) from None
+        # What these give when iterated over is not what was meant.
+        if not isinstance(prompt, bytes | bytearray | Mapping | Set):
+            try:
+                return None, [index(token) for token in prompt]
+            except TypeError:
+                pass
+        raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The token ids of a conversation, through the model's own chat template.
@@ -149,8 +146,12 @@ class Frontend:
         """Check a request; returns its parameters with words turned into tokens.
 
         Raises:
-            ValueError: what `Limits.check` refuses; words without a tokenizer.
+            ValueError: what `Limits.check` refuses; words without a tokenizer; not parameters.
         """
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise ValueError(
+                f"a request takes SamplingParams or BeamSearchParams, not {params!r:.80}"
+            )
         self.limits.check(prompt_ids, params)
         if isinstance(params, BeamSearchParams):
             return params

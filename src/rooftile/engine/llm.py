@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -67,8 +67,8 @@ class LLM:
             ValueError: a prompt or parameter that cannot run, named with its limit.
         """
         many = _as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
+        if not isinstance(params, Sequence):
+            params = [SamplingParams() if params is None else params] * len(many)
         return self._finish_all(self._add(many, params), progress)
 
     def beam_search(
@@ -86,7 +86,9 @@ class LLM:
             ValueError: a prompt or parameter that cannot run, named with its limit.
         """
         many = _as_prompts(prompts)
-        params = params or BeamSearchParams()
+        params = BeamSearchParams() if params is None else params
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"beam_search takes BeamSearchParams, not {params!r:.80}")
         return self._finish_all(self._add(many, [params] * len(many)), progress)
 
     def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
@@ -134,8 +136,9 @@ class LLM:
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        given: Any = list(messages)
+        single = not given or isinstance(given[0], Mapping)
+        conversations = [given] if single else given
         prompts = [self.render_chat(c, **template_options) for c in conversations]
         return self.generate(prompts, params, progress=progress)
 
@@ -146,7 +149,7 @@ class LLM:
 
         Ending the iteration early aborts the request.
         """
-        (output,) = self._add([prompt], [params or SamplingParams()])
+        (output,) = self._add([prompt], [SamplingParams() if params is None else params])
         return self._follow(output)
 
     def _follow(self, output: RequestOutput) -> Iterator[RequestOutput]:
@@ -227,9 +230,18 @@ class LLM:
 def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    try:
+        items = list(prompts)
+    except TypeError:
+        items = None
+    if items is None or isinstance(prompts, bytes | bytearray | Mapping | Set):
+        raise ValueError(
+            f"prompts are a string, a list of token ids, or a list of either, not {prompts!r:.80}"
+        )
     single = (
-        bool(items) and not isinstance(items[0], str | Sequence) and not hasattr(items[0], "shape")
+        bool(items)
+        and not isinstance(items[0], str | Sequence)
+        and not getattr(items[0], "ndim", 0)  # the rows of an array are prompts, its numbers tokens
     )
     return [items] if single else items
 

@@ -37,7 +37,7 @@ class EngineThread:
                 deltas = self._core.step()
                 if deltas:
                     self._post(deltas)
-        except Exception:
+        except BaseException:  # whatever it was, nobody may wait for an answer any more
             self._post(EngineDied(traceback.format_exc()))
 
     def _handle_messages(self) -> bool:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 
+INT64_MAX = 2**63 - 1
+FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_TINY = 1.1754943508222875e-38  # the smallest that is not subnormal
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request. Every field is checked on construction.
@@ -70,13 +75,13 @@ class SamplingParams:
         _whole("n", self.n, 1)
         _number("temperature", self.temperature, 0.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _whole("top_k", self.top_k, 0, hint="0 keeps every token")
+        _whole("top_k", self.top_k, 0, INT64_MAX, hint="0 keeps every token")
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, low_open=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+            _whole("seed", self.seed, -INT64_MAX - 1, INT64_MAX)
         if self.max_tokens is not None:
             least = 1 if self.prompt_logprobs is None else 0
             _whole("max_tokens", self.max_tokens, least)
@@ -87,8 +92,7 @@ class SamplingParams:
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise ValueError(f"logits_processor is {self.logits_processor!r}; it must be callable")
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, flag), bool):
-                raise ValueError(f"{flag} is {getattr(self, flag)!r}; it must be True or False")
+            _flag(flag, getattr(self, flag))
         self._normalise("stop", _strings("stop", self.stop))
         self._normalise("bad_words", _strings("bad_words", self.bad_words))
         self._normalise("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -126,8 +130,10 @@ class SamplingParams:
                     raise ValueError(
                         f"{field} has token id {token}; the vocabulary ends at {vocab_size - 1}"
                     )
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise ValueError(f"logprobs is {self.logprobs}; the vocabulary has {vocab_size} tokens")
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{field} is {count}; the vocabulary has {vocab_size} tokens")
 
 
 def _whole(
@@ -142,17 +148,31 @@ def _whole(
     ):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         extra = f" ({hint})" if hint else ""
-        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}{extra}")
+        raise ValueError(f"{name} is {value!r:.80}; it must be a whole number {limit}{extra}")
 
 
 def _number(
     name: str, value: Any, low: float, high: float = math.inf, low_open: bool = False
 ) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (low_open and value == low):
-        above = f"above {low:g}" if low_open else f"at least {low:g}"
-        limit = above if high == math.inf else f"{above} and at most {high:g}"
-        raise ValueError(f"{name} is {value!r}; it must be a finite number {limit}")
+    """A number that stays finite, and above 0 where it must be, in the float32 that kernels use."""
+    # The comparisons also hold for integers that no float can take; NaN fails them all.
+    within = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (low_open and value == low)
+    )
+    if within and abs(value) <= FLOAT32_MAX and not (low_open and value < low + FLOAT32_TINY):
+        return
+    above = f"above {low:g}" if low_open else f"at least {low:g}"
+    limit = above if high == math.inf else f"{above} and at most {high:g}"
+    held = " that float32 can hold" if within else ""
+    raise ValueError(f"{name} is {value!r:.80}; it must be a finite number {limit}{held}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
@@ -176,21 +196,24 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(values)
-    except TypeError:
-        raise ValueError(f"{name} is {values!r}; it must be a list") from None
+    # These can be iterated over too, but what comes out is not what was meant.
+    if not isinstance(values, str | bytes | bytearray | Mapping):
+        try:
+            return tuple(values)
+        except TypeError:
+            pass
+    raise ValueError(f"{name} is {values!r}; it must be a list")
 
 
 def _logit_bias(bias: Any) -> dict[int, float] | None:
-    if not bias:
+    if bias is None:
         return None
     if not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias is {bias!r}; it must map token ids to numbers")
     for token, value in bias.items():
         _whole("logit_bias key", token, 0)
         _number(f"logit_bias[{token}]", value, -100.0, 100.0)
-    return dict(bias)
+    return dict(bias) or None
 
 
 @dataclass(frozen=True)
@@ -219,9 +242,14 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         _whole("width", self.width, 1)
         _whole("max_tokens", self.max_tokens, 1)
-        _number("length_penalty", self.length_penalty, -math.inf)
-        if self.early_stopping not in (True, False, "never"):
+        # Lengths to this power must stay within what a float can hold.
+        _number("length_penalty", self.length_penalty, -20.0, 20.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'"
             )
         _whole("n_best", self.n_best, 1, self.width)
+        for flag in ("ignore_eos", "skip_special_tokens"):
+            _flag(flag, getattr(self, flag))
+        for flag in ("ignore_eos", "skip_special_tokens"):
+            _flag(flag, getattr(self, flag))

@@ -103,7 +103,15 @@ class Sampler:
             if processed is logits:
                 processed = logits.clone()
             try:
-                processed[at] = process(tuple(self._output_ids[slot.row]), logits[at].clone())
+                changed = process(tuple(self._output_ids[slot.row]), logits[at].clone())
+                shape = getattr(changed, "shape", None)
+                if shape != logits[at].shape:  # torch would broadcast it
+                    raise ValueError(
+                        f"it returned {type(changed).__name__}"
+                        f"{'' if shape is None else f' of shape {list(shape)}'}; "
+                        f"return a tensor [vocab] = {list(logits[at].shape)}"
+                    )
+                processed[at] = changed
             except Exception as error:  # it is the user's code: whatever it raises is their error
                 errors[at] = f"logits_processor failed: {type(error).__name__}: {error}"
         return processed, errors

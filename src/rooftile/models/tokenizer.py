@@ -50,7 +50,14 @@ class Tokenizer:
             text); leave it off for a rendered chat, which has them already.
         parse_special: a special token's text inside `text` becomes that token; otherwise it is
             spelled out like any other text, so that users cannot forge it.
+
+        Raises:
+            ValueError: text that UTF-8 cannot express.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, as JSON may escape one
+            raise ValueError(f"not valid Unicode text: {error}") from None
         backend = self.backend if parse_special else self._literal
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
