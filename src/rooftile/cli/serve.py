@@ -14,6 +14,7 @@ from rooftile.cli.options import EngineOptions, with_options
 
 if TYPE_CHECKING:
     from rooftile.engine.async_llm import AsyncLLM
+    from rooftile.server.run import Server
 
 SERVER = "Server"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -127,7 +128,7 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
             random_weights=options.random_weights,
         )
 
-    def on_ready() -> None:
+    def on_ready(_: Server) -> None:
         print(f"{options.model} is ready at {address} (ctrl-C ends)", flush=True)
 
     import asyncio

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rooftile.engine.build import build_engine
@@ -17,9 +19,22 @@ from rooftile.engine.outputs import EngineStats, RequestOutput
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.process import EngineProcess, EngineReady
 
+logger = logging.getLogger(__name__)
+
 
 class EngineDeadError(RuntimeError):
     """The engine's loop ended on an error; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class _Open:
+    """An unfinished request. key: its name to the engine, never used again, so that late news of an
+    aborted request cannot reach a new one with the same request_id.
+    """
+
+    key: str
+    output: RequestOutput
+    changed: asyncio.Event
 
 
 class AsyncLLM:
@@ -41,8 +56,8 @@ class AsyncLLM:
         if engine not in ("thread", "process"):
             raise ValueError(f"engine is {engine!r}; it is 'thread' or 'process'")
         self.config = EngineConfig.build(model, **options)
-        self._ids = map(str, itertools.count())
-        self._changed: dict[str, asyncio.Event] = {}
+        self._keys = map(str, itertools.count())
+        self._open: dict[str, _Open] = {}  # by request_id
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: str | None = None
@@ -96,49 +111,63 @@ class AsyncLLM:
         Requests share cached prefixes only under an equal cache_salt.
 
         Raises:
-            ValueError: a prompt or parameter that cannot run, or an id in use.
+            ValueError: a prompt or parameter that cannot run or, with engine="process", cannot be
+                sent there; an id in use; a cache_salt that cannot be hashed.
             EngineDeadError: the engine has ended.
         """
         self._require_alive()
         self._loop = asyncio.get_running_loop()
         text, prompt_ids = self._frontend.encode(prompt)
-        params = self._frontend.prepare(prompt_ids, params or SamplingParams())
-        request_id = next(self._ids) if request_id is None else request_id
-        if request_id in self._changed:
+        params = SamplingParams() if params is None else params
+        params = self._frontend.prepare(prompt_ids, params)
+        try:
+            hash(cache_salt)
+        except TypeError:
+            raise ValueError(
+                f"cache_salt is {cache_salt!r:.80}; give something hashable, such as a string"
+            ) from None
+        if request_id is None:
+            request_id = next(key for key in self._keys if key not in self._open)
+        elif not isinstance(request_id, str):
+            raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")
+        if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
-        output = self._frontend.open(request_id, text, prompt_ids, params)
-        self._changed[request_id] = asyncio.Event()
-        self._engine.send(AddRequest(request_id, prompt_ids, params, cache_salt))
+        key = next(self._keys)
+        self._engine.send(AddRequest(key, prompt_ids, params, cache_salt))
+        output = self._frontend.open(key, text, prompt_ids, params)
+        output.request_id = request_id
+        self._open[request_id] = _Open(key, output, asyncio.Event())
         return output
 
     async def follow(self, output: RequestOutput) -> AsyncIterator[RequestOutput]:
         """Yield `output` whenever it changed. Leaving early aborts the request."""
-        changed = self._changed.get(output.request_id)
-        if changed is None:  # it is finished already
+        request = self._open.get(output.request_id)
+        if request is None or request.output is not output:  # it is finished already
             yield output
             return
         try:
             while not output.finished:
-                await changed.wait()
-                changed.clear()
+                await request.changed.wait()
+                request.changed.clear()
                 if not output.finished:
                     self._require_alive()
                 yield output
         finally:
-            self.abort(output.request_id)
+            if self._open.get(output.request_id) is request:
+                self.abort(output.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request now; what is unfinished gets finish_reason "abort". Idempotent."""
-        changed = self._changed.pop(request_id, None)
-        if changed is None:
+        request = self._open.pop(request_id, None)
+        if request is None:
             return
-        self._frontend.abort(request_id)
-        self._engine.send(Finish(request_id))
-        changed.set()
+        self._frontend.abort(request.key)
+        self._engine.send(Finish(request.key))
+        request.changed.set()
 
     def abort_all(self) -> None:
         """End every open request now."""
-        for request_id in list(self._changed):
+        for request_id in list(self._open):
             self.abort(request_id)
 
     async def stats(self) -> EngineStats:
@@ -172,8 +201,9 @@ class AsyncLLM:
 
     def _post(self, news: FromEngine) -> None:
         """On the engine's thread: hand the news to the event loop, which may be gone by now."""
-        if isinstance(news, EngineDied) and self._death is None:
-            self._death = news.error  # also where no loop has asked for anything yet
+        if isinstance(news, EngineDied):
+            logger.error("the engine has ended: %s", news.error)
+            self._death = self._death or news.error  # also where no loop has asked for anything yet
         if self._loop is None or self._loop.is_closed():
             return
         try:
@@ -185,8 +215,8 @@ class AsyncLLM:
         match news:
             case EngineDied(error):
                 self._death = self._death or error
-                for changed in self._changed.values():
-                    changed.set()
+                for request in self._open.values():
+                    request.changed.set()
                 for waiter in self._stats_waiters:
                     if not waiter.done():
                         waiter.set_exception(EngineDeadError(error))
@@ -200,8 +230,7 @@ class AsyncLLM:
                     output, stopped = self._frontend.apply(delta)
                     if stopped:
                         self._engine.send(Finish(delta.request_id, delta.index))
-                    event = self._changed.get(delta.request_id)
-                    if output is not None and event is not None:
+                    if output is not None:
+                        self._open[output.request_id].changed.set()
                         if output.finished:
-                            del self._changed[delta.request_id]
-                        event.set()
+                            del self._open[output.request_id]

@@ -21,6 +21,8 @@ logger = logging.getLogger("rooftile.server")
 MAX_DEPTH = 64
 # Only text that escapes something as \uD8.. or \u0000 can hold a lone surrogate or NUL.
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
+# Pydantic names the member of a union that it tried; clients know only the field.
+UNION_MEMBER = re.compile(r"^(str|bool|int|constrained-str)$|[\[(]")
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 Model = TypeVar("Model", bound=ClientModel)
@@ -140,6 +142,8 @@ def _first_problem(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ""
     for part in first["loc"]:
+        if isinstance(part, str) and UNION_MEMBER.search(part):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     message = first["msg"].removeprefix("Value error, ")
     path = path[:100]  # it may hold a key that the client chose

@@ -40,7 +40,7 @@ async def chat(service: Service, request: ChatRequest) -> ChatCompletion | Async
     params = await engine_params(
         service, request, max_tokens=request.most_tokens, logprobs=logprobs
     )
-    generation = Generation(service, llm, request.n or 1, ChatRequest)
+    generation = Generation(service, llm, ChatRequest, prompts=1, n=request.n or 1)
     with generation.closed_on_error():
         log_prompt(service, generation, [messages])
         await generation.start(

@@ -46,7 +46,7 @@ async def complete(
     )
     prompts: list[str | list[int]] = request.prompt
     n = request.n or 1
-    generation = Generation(service, llm, len(prompts) * n, CompletionRequest)
+    generation = Generation(service, llm, CompletionRequest, prompts=len(prompts), n=n)
     with generation.closed_on_error():
         log_prompt(service, generation, prompts)
         await generation.start(lambda: _encode(service, llm, request), params, request.cache_salt)

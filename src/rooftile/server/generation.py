@@ -43,14 +43,14 @@ class Generation:
     """The engine's requests of one call; `close` ends what is unfinished, and must be called."""
 
     def __init__(
-        self, service: Service, llm: AsyncLLM, sequences: int, model: type[ClientModel]
+        self, service: Service, llm: AsyncLLM, model: type[ClientModel], *, prompts: int, n: int
     ) -> None:
         self.id = uuid.uuid4().hex
         self.outputs: list[RequestOutput] = []
         self._service = service
         self._llm = llm
         self._model = model
-        self._give_back: Callable[[], None] | None = service.reserve(sequences)
+        self._give_back: Callable[[], None] | None = service.reserve(prompts, n)
 
     async def start(
         self,

@@ -85,7 +85,7 @@ async def run(
     config: ServerConfig,
     load: Callable[[], AsyncLLM],
     asked_for: str,
-    on_ready: Callable[[], None] = lambda: None,
+    on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
     """Serve until a signal comes. It listens from the beginning, and answers 503 until it is ready.
 
@@ -99,7 +99,7 @@ async def run(
     async def watch() -> None:
         await service.loaded.wait()
         if service.load_error is None:
-            on_ready()
+            on_ready(server)
         else:
             server.should_exit = True
 

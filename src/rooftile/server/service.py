@@ -115,17 +115,19 @@ class Service:
             code="model_not_found",
         )
 
-    def reserve(self, sequences: int) -> Callable[[], None]:
-        """Take room for so many sequences; call the result, once, to give it back.
+    def reserve(self, prompts: int, n: int) -> Callable[[], None]:
+        """Take room for n sequences of each prompt; call the result, once, to give it back.
 
         Raises:
             ApiError: 429 when the queue is full, 400 for what would never fit.
         """
         room = self.llm.limits.max_num_seqs + self.config.max_queue
+        sequences = prompts * n
         if sequences > room:
             raise bad_request(
-                f"the request has {sequences} sequences (prompts x n); at most {room} are accepted",
-                "prompt",
+                f"the request has {prompts} prompts with n {n}; at most {room} sequences are "
+                f"accepted",
+                "n" if n > prompts else "prompt",
             )
         if self._open_sequences + sequences > room:
             raise ApiError(

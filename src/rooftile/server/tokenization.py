@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rooftile.server.conversation import encode_conversation
 from rooftile.server.errors import bad_request
-from rooftile.server.generation import encode_prompt
 from rooftile.server.protocol.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,8 +23,10 @@ async def tokenize(service: Service, request: TokenizeRequest) -> TokenizeRespon
     def encode() -> list[int]:
         if messages is not None:
             return encode_conversation(service, llm, request, messages)
-        special = request.add_special_tokens is not False
-        return encode_prompt(service, llm, request.prompt or "", special)
+        if llm.tokenizer is None:
+            raise bad_request("this model has no tokenizer", "prompt")
+        # Of any length: somebody may want to know how much too long a text is.
+        return llm.tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
 
     tokens = await service.off_loop(encode)
     answer = TokenizeResponse(

@@ -1,0 +1,92 @@
+"""A real server on a real port, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+
+from rooftile.engine.async_llm import AsyncLLM
+from rooftile.engine.outputs import EngineStats
+from rooftile.server.address import address_of, bind
+from rooftile.server.config import ServerConfig
+from rooftile.server.run import Server, run
+
+
+class LiveServer:
+    def __init__(self, load: Callable[[], AsyncLLM], *, wait: bool = True, **config: Any) -> None:
+        listener = bind("127.0.0.1", 0)
+        self.url = address_of(listener)
+        self.error: BaseException | None = None
+        self._server: Server | None = None
+        self._ready = threading.Event()
+
+        def main() -> None:
+            try:
+                asyncio.run(run(listener, ServerConfig(**config), load, "tiny", self._on_ready))
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=main, daemon=True)
+        self.thread.start()
+        if wait:
+            self.wait_until_ready()
+
+    def _on_ready(self, server: Server) -> None:
+        self._server = server
+        self._ready.set()
+
+    def wait_until_ready(self) -> None:
+        assert self._ready.wait(60)
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.server.service.llm
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
+        return openai.OpenAI(**{**defaults, **options})
+
+    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+        defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
+        return openai.AsyncOpenAI(**{**defaults, **options})
+
+    def stats(self) -> EngineStats:
+        future = asyncio.run_coroutine_threadsafe(self.llm.stats(), self.server._loop)
+        return future.result(30)
+
+    def assert_idle(self, seconds: float = 20) -> None:
+        """Nothing is left of what the clients asked: no request, no page, no reserved place."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = self.stats()
+            left = (
+                stats.num_running,
+                stats.num_waiting,
+                stats.kv.in_use,
+                self.server.service._open_sequences,
+                len(self.llm._open),
+                len(self.llm._frontend._open),
+            )
+            if left == (0, 0, 0, 0, 0, 0):
+                return
+            assert time.monotonic() < deadline, f"running, waiting, pages, places, ...: {left}"
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.server.end()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
