@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -140,6 +141,108 @@ def test_refusals_are_immediate(run: Callable[[Body], None]) -> None:
         engine.abort("id")
 
     run(body)
+
+
+def test_late_news_of_an_aborted_request_never_reach_its_successor(
+    run: Callable[[Body], None], llm: LLM
+) -> None:
+    expected = llm.generate("second", SHORT)[0].outputs[0].token_ids
+
+    async def body(engine: AsyncLLM) -> None:
+        for _ in range(20):
+            engine.add_request("first", LONG, request_id="id")
+            await asyncio.sleep(0.005)
+            engine.abort("id")
+            second = engine.add_request("second", SHORT, request_id="id")
+            *_, last = [output async for output in engine.follow(second)]
+            assert last is second
+            assert (last.request_id, last.outputs[0].token_ids) == ("id", expected)
+
+    run(body)
+
+
+def test_following_a_finished_request_leaves_a_new_one_of_its_id_alone(
+    run: Callable[[Body], None],
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        first = engine.add_request("first", SHORT, request_id="id")
+        while not first.finished:
+            await asyncio.sleep(0.01)
+        second = engine.add_request("second", SHORT, request_id="id")
+        assert [news async for news in engine.follow(first)] == [first]
+        await last_text(engine.follow(second))
+        assert second.outputs[0].finish_reason == "length"
+
+    run(body)
+
+
+def test_own_ids_do_not_collide_with_given_ones(run: Callable[[Body], None]) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        start = int(engine.add_request("counted", SHORT).request_id)
+        for number in range(start, start + 10):
+            with contextlib.suppress(ValueError):  # in use
+                engine.add_request("given", SHORT, request_id=str(number))
+        ids = [engine.add_request("counted", SHORT).request_id for _ in range(5)]
+        assert len(set(ids)) == 5
+        engine.abort_all()
+
+    run(body)
+
+
+def test_wrong_salts_ids_and_parameters_are_refused_and_hurt_nobody(
+    run: Callable[[Body], None],
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        for options, message in [
+            ({"cache_salt": ["a"]}, r"cache_salt is \['a'\]; give something hashable"),
+            ({"request_id": 5}, "request_id is 5; it must be a string"),
+            ({"params": {}}, "takes SamplingParams or BeamSearchParams, not {}"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                engine.add_request("wrong", **options)  # type: ignore[arg-type]
+        assert await last_text(engine.generate("right", SHORT))
+
+    run(body)
+
+
+class Unreadable:
+    """A logits processor that pickles, and does not come back."""
+
+    def __call__(self, output_ids: object, logits: object) -> object:
+        return logits
+
+    def __reduce__(self) -> object:
+        return (_raise, ("no such function here",))
+
+
+def _raise(message: str) -> None:
+    raise AttributeError(message)
+
+
+def test_a_processor_that_cannot_travel_is_its_requests_error(in_process: AsyncLLM) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match=r"cannot be sent .*; a logits_processor must be"):
+            in_process.add_request("a", SamplingParams(logits_processor=lambda ids, logits: logits))
+        params = SamplingParams(logits_processor=Unreadable(), n=2)  # type: ignore[arg-type]
+        *_, last = [output async for output in in_process.generate("b", params)]
+        for answer in last.outputs:
+            assert "cannot read the request: AttributeError: no such" in (answer.error or "")
+        assert await last_text(in_process.generate("after", SHORT))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_whatever_ends_the_loop_is_told(model_path: str) -> None:
+    def leave(output_ids: object, logits: object) -> object:
+        raise SystemExit(3)
+
+    async def main() -> None:
+        engine = AsyncLLM(model_path, **OPTIONS)
+        with pytest.raises(EngineDeadError, match="SystemExit: 3"):
+            await last_text(engine.generate("a", SamplingParams(logits_processor=leave)))  # type: ignore[arg-type]
+        engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_dead_engine_says_so_and_nobody_hangs(model_path: str) -> None:

@@ -8,9 +8,16 @@ import traceback
 from collections.abc import Callable
 
 from rooftile.engine.core import EngineCore, SequenceDelta
-from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown, ToEngine
+from rooftile.engine.messages import (
+    AddRequest,
+    AskStats,
+    EngineDied,
+    Finish,
+    Refuse,
+    Shutdown,
+    ToEngine,
+)
 from rooftile.engine.outputs import EngineStats
-from rooftile.engine.params import BeamSearchParams
 
 FromEngine = list[SequenceDelta] | EngineStats | EngineDied
 
@@ -50,6 +57,8 @@ class EngineThread:
             match message:
                 case AddRequest():
                     self._add(message)
+                case Refuse():
+                    self._refuse(message)
                 case Finish(request_id, index):
                     self._core.finish(request_id, index)
                 case AskStats():
@@ -63,13 +72,12 @@ class EngineThread:
                 message.request_id, message.prompt_ids, message.params, message.cache_salt
             )
         except ValueError as error:  # the sender checks too; this keeps a bad message harmless
-            params = message.params
-            count = params.n_best if isinstance(params, BeamSearchParams) else params.n
-            self._post(
-                [
-                    SequenceDelta(
-                        message.request_id, index, finish_reason="error", error=str(error)
-                    )
-                    for index in range(count)
-                ]
-            )
+            self._refuse(Refuse(message.request_id, message.num_outputs, str(error)))
+
+    def _refuse(self, message: Refuse) -> None:
+        self._post(
+            [
+                SequenceDelta(message.request_id, index, finish_reason="error", error=message.error)
+                for index in range(message.num_outputs)
+            ]
+        )

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rooftile.engine.core import Params
+from rooftile.engine.params import BeamSearchParams
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,20 @@ class AddRequest:
     prompt_ids: list[int]
     params: Params
     cache_salt: Hashable = None
+
+    @property
+    def num_outputs(self) -> int:
+        params = self.params
+        return params.n_best if isinstance(params, BeamSearchParams) else params.n
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End a request that never began, and each of its outputs, with an error."""
+
+    request_id: str
+    num_outputs: int
+    error: str
 
 
 @dataclass(frozen=True)
@@ -41,4 +56,4 @@ class EngineDied:
     error: str
 
 
-ToEngine = AddRequest | Finish | AskStats | Shutdown
+ToEngine = AddRequest | Refuse | Finish | AskStats | Shutdown

@@ -23,11 +23,31 @@ from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import Limits
 from rooftile.engine.grammar import GrammarCompiler, bind_grammars
 from rooftile.engine.loop import EngineThread, FromEngine
-from rooftile.engine.messages import AddRequest, EngineDied, Shutdown, ToEngine
+from rooftile.engine.messages import AddRequest, EngineDied, Refuse, Shutdown, ToEngine
 from rooftile.engine.params import SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 KILL_AFTER = 10.0  # seconds that a child may take to end by itself
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A message as bytes, so that where the child cannot read them (they name a function that it
+    does not have), it still knows which request that is.
+    """
+
+    payload: bytes
+    request_id: str = ""
+    num_outputs: int = 0
+    is_last: bool = False
+
+    def open(self) -> ToEngine:
+        try:
+            message: ToEngine = pickle.loads(self.payload)
+        except Exception as error:
+            what = f"the engine's process cannot read the request: {type(error).__name__}: {error}"
+            return Refuse(self.request_id, self.num_outputs, what)
+        return message
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class EngineProcess:
             self._kill()
             raise
         # A full pipe must not block the sender, which is an event loop.
-        self._outbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sealed] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"rooftile-engine-{name}", daemon=True)
             for name, target in (("read", self._read), ("write", self._write))
@@ -98,7 +118,18 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: ToEngine) -> None:
-        self._outbox.put(message)
+        """Raises ValueError for a request that cannot be pickled."""
+        try:
+            payload = pickle.dumps(message)
+        except Exception as error:
+            raise ValueError(
+                f"the request cannot be sent to the engine's process: {error}; a "
+                f"logits_processor must be a function of a module there, or use engine='thread'"
+            ) from None
+        if isinstance(message, AddRequest):
+            self._outbox.put(Sealed(payload, message.request_id, message.num_outputs))
+        else:
+            self._outbox.put(Sealed(payload, is_last=isinstance(message, Shutdown)))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the child to end after `Shutdown`; a child that does not is killed."""
@@ -143,14 +174,14 @@ class EngineProcess:
 
     def _write(self) -> None:
         while True:
-            message = self._outbox.get()
-            if isinstance(message, Shutdown):
+            sealed = self._outbox.get()
+            if sealed.is_last:
                 self._closing = True
             try:
-                self._pipe.send(message)
+                self._pipe.send(sealed)
             except OSError:  # the child is gone, which the reading thread tells
                 return
-            if isinstance(message, Shutdown):
+            if sealed.is_last:
                 return
 
     def _how_it_ended(self) -> str:
@@ -186,7 +217,7 @@ def _receive(pipe: Connection, inbox: queue.SimpleQueue[ToEngine]) -> None:
     """Also while the model loads, so that the child never outlives its parent."""
     while True:
         try:
-            inbox.put(pipe.recv())
+            inbox.put(pipe.recv().open())
         except (EOFError, OSError):
             os._exit(1)
 
