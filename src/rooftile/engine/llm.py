@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -163,6 +163,57 @@ class LLM:
                     yield output
         finally:
             self._abort_unfinished([output])
+
+    def run(
+        self,
+        requests: Iterable[tuple[Prompt, Params]],
+        *,
+        window: int | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput | ValueError]]:
+        """Run any number of requests in bounded memory; yield each with its position as it finishes.
+
+        requests: (prompt, SamplingParams or BeamSearchParams), however many. The next ones are asked
+            for between steps, when fewer than `window` are open, so it should not wait for anything.
+        window: most requests that are open at once; None: max_num_seqs, which keeps the batch full.
+        on_step: called after each step. What it raises ends the run.
+
+        A request that cannot run comes out as the ValueError that says why, and the others go on.
+        Ending the iteration early aborts what is open.
+
+        Raises:
+            ValueError: a window below 1.
+        """
+        if window is None:
+            window = self.config.max_num_seqs
+        if window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        return self._run(enumerate(requests), window, on_step)
+
+    def _run(
+        self,
+        requests: Iterator[tuple[int, tuple[Prompt, Params]]],
+        window: int,
+        on_step: Callable[[], None] | None,
+    ) -> Iterator[tuple[int, RequestOutput | ValueError]]:
+        running: dict[int, RequestOutput] = {}
+        try:
+            while True:
+                while len(running) < window and (asked := next(requests, None)) is not None:
+                    position, (prompt, params) = asked
+                    try:
+                        (running[position],) = self._add([prompt], [params])
+                    except ValueError as error:
+                        yield position, error
+                if not running:
+                    return
+                self._step()
+                if on_step is not None:
+                    on_step()
+                for position in [p for p, output in running.items() if output.finished]:
+                    yield position, running.pop(position)
+        finally:
+            self._abort_unfinished(list(running.values()))
 
     def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready for the model's answer."""
