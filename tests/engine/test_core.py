@@ -12,7 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rooftile.engine.core import EngineCore, SequenceDelta
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Sequence
-from tests.engine.paged_oracle import EOS, VOCAB, expected_beams, expected_output, make_core
+from tests.engine.paged_oracle import (
+    EOS,
+    VOCAB,
+    Windows,
+    expected_beams,
+    expected_output,
+    make_core,
+)
+
+# Of one KV group or two: full ones, and windows from nothing but the token itself to everything.
+WINDOWS = st.lists(st.sampled_from([None, None, 0, 1, 3, 6, 17, 100]), min_size=1, max_size=2)
 
 
 class Collected:
@@ -60,7 +70,7 @@ def assert_idle(core: EngineCore) -> None:
     ),
     st.sampled_from([1, 2, 4, 16]),
     st.integers(1, 2),
-    st.integers(1, 2),
+    WINDOWS,
     st.booleans(),
     st.integers(0, 10**6),
 )
@@ -69,13 +79,13 @@ def test_every_text_is_its_own_whatever_the_batch(
     requests: list[tuple[int, int, int, int]],
     page_size: int,
     depth: int,
-    num_groups: int,
+    windows: Windows,
     prefix_cache: bool,
     salt: int,
 ) -> None:
     """Random prompts with shared beginnings in little memory: preemption, chunks, forks, prefix hits."""
     core, _, _ = make_core(
-        num_pages=72 // page_size, page_size=page_size, num_groups=num_groups,
+        num_pages=72 // page_size, page_size=page_size, windows=windows,
         pipeline_depth=depth, prefix_cache=prefix_cache,
     )  # fmt: skip
     expected = {}
@@ -84,7 +94,8 @@ def test_every_text_is_its_own_whatever_the_batch(
         prompt = [draw.randrange(VOCAB) for _ in range(length)]
         core.add_request(str(number), prompt, params(n=n, seed=salt, max_tokens=max_tokens))
         for index in range(n):
-            text = expected_output(prompt, salt, index, min(max_tokens, 64 - length))
+            most = min(max_tokens, 64 - length)
+            text = expected_output(prompt, salt, index, most, windows=windows)
             expected[str(number), index] = text
     collected = run(core)
     for key, tokens in expected.items():
@@ -240,13 +251,14 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
         depth=st.integers(1, 2),
-        groups=st.integers(1, 2),
+        windows=WINDOWS,
         tokens=st.integers(24, 72),
     )
-    def start(self, page_size: int, depth: int, groups: int, tokens: int) -> None:
+    def start(self, page_size: int, depth: int, windows: Windows, tokens: int) -> None:
+        self.windows = windows
         self.core, self.runner, self.cache = make_core(
             num_pages=tokens // page_size, page_size=page_size, pipeline_depth=depth,
-            num_groups=groups, max_num_batched_tokens=12,
+            windows=windows, max_num_batched_tokens=12,
         )  # fmt: skip
         self.prompts: dict[str, list[int]] = {}
         self.collected = Collected()
@@ -309,7 +321,8 @@ class EngineMachine(RuleBasedStateMachine):
             prompt = self.prompts[name]
             if name in self.beams:
                 continue
-            assert tokens == expected_output(prompt, 7, index, len(tokens))[: len(tokens)]
+            expected = expected_output(prompt, 7, index, len(tokens), windows=self.windows)
+            assert tokens == expected[: len(tokens)]
 
     def beams_are_right(self) -> None:
         """Every search that ran to its end found what the same search without pages finds."""
@@ -318,7 +331,8 @@ class EngineMachine(RuleBasedStateMachine):
             if name in self.stuck or not reasons <= {"stop", "length"}:
                 continue
             tokens = [self.collected.tokens[name, i] for i in range(beam.width)]
-            expected = expected_beams(self.prompts[name], beam, 64 - len(self.prompts[name]))
+            prompt = self.prompts[name]
+            expected = expected_beams(prompt, beam, 64 - len(prompt), self.windows)
             assert tokens == [list(hypothesis.token_ids) for hypothesis in expected]
 
     def teardown(self) -> None:

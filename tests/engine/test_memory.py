@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from rooftile.engine import memory
 from rooftile.engine.llm import LLM
@@ -19,12 +21,45 @@ GROUPS = (KVGroup(SPEC, (0, 1, 2)), KVGroup(SPEC, (3,)))  # 384 bytes a token in
 
 def test_pages_are_what_memory_holds() -> None:
     page_bytes = 16 * 384
-    assert memory.pages_that_fit(GROUPS, 16, 10 * page_bytes + 1, most_tokens=10**6) == 10
-    assert memory.pages_that_fit(GROUPS, 16, 10 * page_bytes - 1, most_tokens=10**6) == 9
+    ample = [10**6] * 2
+    assert memory.pages_that_fit(GROUPS, 16, 10 * page_bytes + 1, ample) == [10, 10]
+    assert memory.pages_that_fit(GROUPS, 16, 10 * page_bytes - 1, ample) == [9, 9]
     # No more than can ever be used.
-    assert memory.pages_that_fit(GROUPS, 16, 10**9, most_tokens=33) == 3
+    assert memory.pages_that_fit(GROUPS, 16, 10**9, [3, 3]) == [3, 3]
     with pytest.raises(ValueError, match=r"a KV page takes 6144 bytes and only 6000 may be used"):
-        memory.pages_that_fit(GROUPS, 16, 6000, most_tokens=100)
+        memory.pages_that_fit(GROUPS, 16, 6000, ample)
+
+
+@given(
+    limits=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    layers=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    spare=st.integers(0, 5000),
+)
+def test_what_a_window_does_not_need_goes_to_the_other_groups(
+    limits: list[int], layers: list[int], spare: int
+) -> None:
+    groups = [KVGroup(SPEC, tuple(range(count))) for count, _ in zip(layers, limits, strict=False)]
+    sizes = [2 * group.bytes_per_token for group in groups]
+    pages = memory.pages_that_fit(groups, 2, sum(sizes) + spare, limits)
+    level = max(pages)
+    assert pages == [min(level, limit) for limit in limits]
+    assert level >= 1
+
+    def taken(level: int) -> int:
+        return sum(size * min(level, most) for size, most in zip(sizes, limits, strict=True))
+
+    assert taken(level) <= sum(sizes) + spare
+    assert level == max(limits) or taken(level + 1) > sum(sizes) + spare
+
+
+def test_a_window_group_needs_the_window_and_a_step_for_each_sequence() -> None:
+    demand = memory.Demand(page_size=16, max_num_seqs=4, max_model_len=4096, max_step_tokens=512)
+    assert demand.pages([None, 127, 4000]) == [4 * 256, 4 * (40 + 2), 4 * 256]
+    # Full groups always count; window groups only if they could end a sequence.
+    assert demand.tokens_kept([None, 127], [100, 42]) == 1600
+    assert demand.tokens_kept([None, 127], [100, 41]) == 41 * 16
+    assert demand.tokens_kept([127, 4000], [42, 256]) == 4096
+    assert demand.tokens_kept([127, 4000], [42, 255]) == 255 * 16
 
 
 def test_free_memory_is_the_smaller_of_system_and_container(

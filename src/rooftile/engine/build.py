@@ -8,7 +8,7 @@ import torch
 
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import EngineCore, Limits
-from rooftile.engine.memory import free_memory_bytes, pages_that_fit
+from rooftile.engine.memory import Demand, free_memory_bytes, pages_that_fit
 from rooftile.engine.runner import Runner
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.spec import group_layers
@@ -31,13 +31,22 @@ def build_engine(
     )
     max_model_len = model.config.max_position
     groups = group_layers(model.decoder.kv_specs)
-    num_pages = config.num_pages or pages_that_fit(
-        groups,
+    windows = [group.spec.window for group in groups]
+    demand = Demand(
         config.page_size,
-        int(free_memory_bytes() * config.kv_memory_share),
-        most_tokens=config.max_num_seqs * max_model_len,
+        config.max_num_seqs,
+        max_model_len,
+        max_step_tokens=min(config.max_num_batched_tokens, max_model_len),
     )
-    pages = [num_pages] * len(groups)
+    most_pages = demand.pages(windows)
+    if config.num_pages is None:
+        memory_bytes = int(free_memory_bytes() * config.kv_memory_share)
+        pages = pages_that_fit(groups, config.page_size, memory_bytes, most_pages)
+    else:
+        pages = [
+            config.num_pages if window is None else min(config.num_pages, most)
+            for window, most in zip(windows, most_pages, strict=True)
+        ]
     runner = Runner(
         model.decoder,
         KVStorage(groups, pages, config.page_size, device),
@@ -46,11 +55,11 @@ def build_engine(
         max_pages_per_row=-(-max_model_len // config.page_size),
         device=device,
     )
-    cache = KVCache(len(groups), pages, config.page_size, config.prefix_cache)
+    cache = KVCache(len(groups), pages, config.page_size, config.prefix_cache, windows)
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
-        kv_tokens=num_pages * config.page_size,
+        kv_tokens=demand.tokens_kept(windows, pages),
         max_num_seqs=config.max_num_seqs,
     )
     return model, EngineCore(config, runner, cache, limits, model.eos_token_ids)

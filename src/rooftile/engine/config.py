@@ -18,8 +18,9 @@ class EngineConfig:
     max_num_batched_tokens: token budget of one step; longer prompts are prefilled in chunks.
     max_num_seqs: sequences (requests x n) that run at once.
     max_model_len: longest prompt plus output; None: the model's own limit.
-    num_pages: pages of KV memory per KV group; None: as many as `kv_memory_share` of the memory
-        that is free after loading holds, at most what max_num_seqs sequences can use.
+    num_pages: pages of KV memory per KV group, fewer where a sliding window needs no more; None: as
+        many as `kv_memory_share` of the memory that is free after loading holds, at most what
+        max_num_seqs sequences can use.
     prefix_cache: keep the KV of finished requests for prompts that begin alike.
     random_weights: build the architecture of a config with random weights (for measurements).
     pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known.

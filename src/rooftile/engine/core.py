@@ -44,7 +44,7 @@ class Limits:
 
     vocab_size: int
     max_model_len: int
-    kv_tokens: int  # of the smallest KV group
+    kv_tokens: int  # that KV memory keeps
     max_num_seqs: int
 
     def check(self, prompt_ids: list[int], params: Params) -> None:
@@ -184,7 +184,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         tables = [s.table for r in self._scheduler.running for s in r.sequences]
-        entries = sum(len(pages) for table in tables if table for pages in table.pages)
+        entries = sum(table.num_pages for table in tables if table)
         return EngineStats(
             kv=self._cache.stats(),
             page_table_entries=entries,

@@ -1,8 +1,9 @@
-"""How much memory the KV pages may take."""
+"""How much memory the KV pages may take, and how many pages each KV group gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rooftile.kvcache.spec import KVGroup
@@ -30,19 +31,69 @@ def _available() -> int:
     raise RuntimeError(f"{MEMINFO} has no line MemAvailable; give num_pages")
 
 
+@dataclass(frozen=True)
+class Demand:
+    """The most that sequences can ask of KV memory.
+
+    max_step_tokens: tokens of one sequence in one step.
+    """
+
+    page_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_step_tokens: int
+
+    def pages_per_sequence(self, window: int | None) -> int:
+        """Pages of one KV group that one sequence holds at most.
+
+        In a window group: the window before a step's first token, and the step's tokens, which
+        begin and end anywhere in a page.
+        """
+        most = -(-self.max_model_len // self.page_size)
+        if window is None:
+            return most
+        return min(most, -(-(window + self.max_step_tokens) // self.page_size) + 2)
+
+    def pages(self, windows: Sequence[int | None]) -> list[int]:
+        """The most pages of each group that are worth having."""
+        return [self.max_num_seqs * self.pages_per_sequence(window) for window in windows]
+
+    def tokens_kept(self, windows: Sequence[int | None], num_pages: Sequence[int]) -> int:
+        """Tokens that num_pages pages of each group keep, shared by all sequences.
+
+        A window group that holds what one sequence can ask of it ends none, so it does not count;
+        without any other group a single sequence may have max_model_len.
+        """
+        kept = [
+            pages * self.page_size
+            for window, pages in zip(windows, num_pages, strict=True)
+            if window is None or pages < self.pages_per_sequence(window)
+        ]
+        return min(kept, default=self.max_model_len)
+
+
 def pages_that_fit(
-    groups: Sequence[KVGroup], page_size: int, memory_bytes: int, most_tokens: int
-) -> int:
-    """Pages a KV group, the same number in each; no more than most_tokens tokens need.
+    groups: Sequence[KVGroup], page_size: int, memory_bytes: int, most_pages: Sequence[int]
+) -> list[int]:
+    """Pages of each KV group: the same number in each, but no more than its `most_pages`.
+
+    What a group does not need goes to the others.
 
     Raises:
         ValueError: not even one page fits.
     """
-    page_bytes = page_size * sum(group.bytes_per_token for group in groups)
-    pages = memory_bytes // page_bytes
-    if pages < 1:
+    page_bytes = [page_size * group.bytes_per_token for group in groups]
+    if memory_bytes < sum(page_bytes):
         raise ValueError(
-            f"a KV page takes {page_bytes} bytes and only {memory_bytes} may be used; raise "
+            f"a KV page takes {sum(page_bytes)} bytes and only {memory_bytes} may be used; raise "
             f"kv_memory_share, give num_pages, or take a smaller page_size"
         )
-    return min(pages, -(-most_tokens // page_size))
+    level = 0
+    for most in sorted(set(most_pages)):
+        row = sum(b for b, limit in zip(page_bytes, most_pages, strict=True) if limit >= most)
+        rise = min(most - level, memory_bytes // row)
+        memory_bytes -= rise * row
+        level += rise
+        if level < most:
+            break
+    return [min(level, most) for most in most_pages]

@@ -82,7 +82,8 @@ class EngineStats:
     kv: KVStats
     # Entries of all page tables: the pages that would be in use if sequences shared none.
     page_table_entries: int
-    kv_tokens: int  # capacity of the KV memory in tokens
+    # Capacity of the KV memory in tokens: of the smallest KV group that limits a sequence's length.
+    kv_tokens: int
     num_running: int  # requests that own KV pages
     num_waiting: int
     num_steps: int

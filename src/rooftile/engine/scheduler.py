@@ -125,6 +125,9 @@ class Scheduler:
         first = sequence.num_computed
         end = min(sequence.num_tokens, first + budget)
         write_from = table.num_tokens
+        # What a step in flight still reads may be given back: steps run in order, so whoever gets
+        # the page writes it afterwards.
+        self.cache.trim(table, first)
         while True:
             try:
                 copies = self.cache.extend(table, end)

@@ -2,11 +2,12 @@
 
 from rooftile.kvcache.cache import KVCache, KVStats, PageCounts
 from rooftile.kvcache.page_table import PageCopy, PageTable
-from rooftile.kvcache.pool import OutOfPages, PagePool
+from rooftile.kvcache.pool import NO_PAGE, OutOfPages, PagePool
 from rooftile.kvcache.prefix import PrefixTree
 from rooftile.kvcache.spec import KVGroup, group_layers
 
 __all__ = [
+    "NO_PAGE",
     "KVCache",
     "KVGroup",
     "KVStats",

@@ -3,9 +3,9 @@
 Pages only, no tensors: `storage.py` holds those. Paging and copy-on-write as in PagedAttention
 (Kwon et al. 2023, section 4).
 
-The life of a step: `admit` new sequences, `extend` every sequence by the tokens it will write,
-`publish` what becomes full, apply the copies, run the step, then `complete` it (before releasing
-what finished in it) or `rollback`.
+The life of a step: `admit` new sequences, `trim` every sequence to what it still sees, `extend` it
+by the tokens it will write, `publish` what becomes full, apply the copies, run the step, then
+`complete` it (before releasing what finished in it) or `rollback`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rooftile.kvcache.page_table import PageCopy, PageTable
-from rooftile.kvcache.pool import OutOfPages, PagePool
-from rooftile.kvcache.prefix import Node, PrefixTree
+from rooftile.kvcache.pool import NO_PAGE, OutOfPages, PagePool
+from rooftile.kvcache.prefix import GroupPage, Node, PrefixTree
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,24 @@ class KVCache:
     num_pages: per group. page_size: tokens per page, a power of two from 1 to 256.
     prefix_cache: whether full pages are kept and shared by their tokens; without it only forks
         share pages.
+    windows: the left window of each group (KVSpec.window: query i sees keys i - window to i), None
+        where all tokens stay visible; by default all do.
 
     free + cached + in_use = total in every group after every call; in_use is 0 when no table is
     alive.
 
     Raises:
-        ValueError: a page size that is not allowed, or num_pages that do not fit num_groups.
+        ValueError: a page size that is not allowed, or num_pages or windows that do not fit
+            num_groups.
     """
 
     def __init__(
-        self, num_groups: int, num_pages: Sequence[int], page_size: int, prefix_cache: bool = True
+        self,
+        num_groups: int,
+        num_pages: Sequence[int],
+        page_size: int,
+        prefix_cache: bool = True,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         if page_size < 1 or page_size > 256 or page_size & (page_size - 1):
             raise ValueError(
@@ -76,29 +84,38 @@ class KVCache:
                 f"KVCache: num_pages is {list(num_pages)} for num_groups={num_groups}; "
                 f"give one number for each of at least one group"
             )
+        windows = (None,) * num_groups if windows is None else tuple(windows)
+        if len(windows) != num_groups or any(w is not None and w < 0 for w in windows):
+            raise ValueError(
+                f"KVCache: windows is {list(windows)} for num_groups={num_groups}; "
+                f"give one for each group, None or at least 0"
+            )
         self.page_size = page_size
         self.num_pages = tuple(num_pages)
         self.prefix_cache = prefix_cache
         self._pools = [PagePool(count) for count in num_pages]
-        # A table holds pages in every group alike, so the first group's counts speak for all.
-        self._first = self._pools[0]
-        self._tree = PrefixTree(page_size)
+        self._windows = [(group, w) for group, w in enumerate(windows) if w is not None]
+        # A full group's leaf takes its pages in window groups along, so these are looked at last.
+        self._eviction_order = sorted(range(num_groups), key=lambda g: windows[g] is not None)
+        self._tree = PrefixTree(page_size, windows)
         self._mask = page_size - 1
         self._shift = page_size.bit_length() - 1
         self._queried_tokens = 0
-        self._hit_pages = 0
+        self._hit_tokens = 0
+        self._shared_pages = 0
         self._copied_pages = 0
-        self._evicted_nodes = 0
+        self._evicted_pages = 0
 
     def admit(self, token_ids: Sequence[int], root: Hashable = ()) -> PageTable:
         """A table over the longest run of full pages that the tree has for token_ids under `root`.
 
-        Ready and pending pages count alike; the run may cover the whole prompt. Nothing is
-        allocated.
+        Ready and pending pages count alike; the run may cover the whole prompt. Of window groups
+        only the pages are needed, and taken, that are visible from the run's last token on.
+        Nothing is allocated.
         """
         self._queried_tokens += len(token_ids)
         node = self._tree.root(root) if self.prefix_cache else None
-        table = PageTable([[] for _ in self._pools], 0, 0, node)
+        table = PageTable([[] for _ in self._pools], [0] * len(self._pools), 0, 0, node)
         if node is not None:
             table.num_cached = self._adopt(table, node, token_ids)
         return table
@@ -106,14 +123,35 @@ class KVCache:
     def match_more(self, table: PageTable, token_ids: Sequence[int]) -> int:
         """Adopts the pages that the tree has got for this table's next tokens since it was matched.
 
-        For a sequence in mid-prefill. Does nothing unless the table ends at a page boundary and all
-        of its pages are the tree's. Returns the tokens gained.
+        For a sequence in mid-prefill, before the step's `trim` and `extend`. Does nothing unless the
+        table ends at a page boundary and all of its pages are the tree's. Returns the tokens gained.
         """
         _require_alive(table)
         node = table.node
         if node is None or table.num_tokens != node.depth << self._shift:
             return 0
         return self._adopt(table, node, token_ids)
+
+    def trim(self, table: PageTable, first: int) -> None:
+        """Gives back the pages of window groups that queries from position `first` on do not see.
+
+        For the step that is being scheduled: `first` is the first position that it computes, and
+        positions before it are computed no more. Steps in flight may still read what is given
+        back; whoever gets the page writes it in a later step, and steps run in order.
+
+        Raises:
+            ValueError: `first` is beyond the table's tokens.
+        """
+        _require_alive(table)
+        if first > table.num_tokens:
+            raise ValueError(
+                f"trim: first is {first} but the table has {table.num_tokens} tokens; "
+                f"the next position to compute is at most that"
+            )
+        for group, window in self._windows:
+            end = (first - window) >> self._shift
+            if end > table.num_trimmed[group]:
+                self._trim(table, group, end)
 
     def extend(self, table: PageTable, num_tokens: int) -> list[PageCopy]:
         """Makes room for tokens up to `num_tokens` in all, evicting unused prefixes as needed.
@@ -137,7 +175,9 @@ class KVCache:
             return []
         columns = table.pages
         grow = ((num_tokens + self._mask) >> self._shift) - len(columns[0])
-        copy = bool(written & self._mask) and self._first.refcount(columns[0][-1]) > 1
+        # A partly filled page is in every group's window and not in the tree, so forks share it in
+        # all groups alike and the first speaks for all.
+        copy = bool(written & self._mask) and self._pools[0].refcount(columns[0][-1]) > 1
         copies = []
         if grow or copy:
             self._make_room(grow + copy)
@@ -157,8 +197,8 @@ class KVCache:
         step: the step that writes the last of them; later steps have larger numbers. Publish when
             it is certain that the step will be run with this table in it, or roll it back.
 
-        Where the tree has the same tokens in another page, the table keeps its own and does not
-        publish any more.
+        Where other tables use the tree's pages of the same tokens, this one keeps its own and does
+        not publish any more; where none does, its pages take their place.
         """
         _require_alive(table)
         node = table.node
@@ -189,11 +229,12 @@ class KVCache:
         a step's copies come before its writes.
         """
         _require_alive(table)
-        for pool, column in zip(self._pools, table.pages, strict=True):
-            for page in column:
+        for pool, column, trimmed in zip(self._pools, table.pages, table.num_trimmed, strict=True):
+            for page in column[trimmed:]:
                 pool.share(page)
         return PageTable(
             [column.copy() for column in table.pages],
+            table.num_trimmed.copy(),
             table.num_tokens,
             table.num_cached,
             table.node,
@@ -210,12 +251,11 @@ class KVCache:
         _require_alive(table)
         table.alive = False
         for pages in reversed(list(zip(*table.pages, strict=True))):
-            for pool, page in zip(self._pools, pages, strict=True):
-                left = pool.release(page)
-            # One holder left: the tree, or another table.
-            if left == 1 and (node := self._tree.owner(pages[0])) is not None:
-                self._drop(self._tree.retire(node))
+            for group, page in enumerate(pages):
+                if page != NO_PAGE and self._pools[group].release(page) == 1:
+                    self._drop(self._tree.loosen(group, page, written=False))
         table.pages = [[] for _ in self._pools]
+        table.num_trimmed = [0] * len(self._pools)
         table.num_tokens = 0
         table.node = None
 
@@ -224,13 +264,7 @@ class KVCache:
         self._drop(self._tree.clear())
 
     def stats(self) -> KVStats:
-        cached = self._tree.num_idle
-        groups = tuple(
-            PageCounts(
-                pool.num_pages, pool.num_free, cached, pool.num_pages - pool.num_free - cached
-            )
-            for pool in self._pools
-        )
+        groups = tuple(self._count(group) for group in range(len(self._pools)))
         return KVStats(
             groups=groups,
             total=sum(group.total for group in groups),
@@ -238,44 +272,69 @@ class KVCache:
             cached=sum(group.cached for group in groups),
             in_use=sum(group.in_use for group in groups),
             prefix_queries_tokens=self._queried_tokens,
-            prefix_hit_tokens=self._hit_pages * self.page_size,
-            pages_shared_by_prefix=self._hit_pages * len(groups),
+            prefix_hit_tokens=self._hit_tokens,
+            pages_shared_by_prefix=self._shared_pages,
             pages_copied=self._copied_pages,
-            pages_evicted=self._evicted_nodes * len(groups),
+            pages_evicted=self._evicted_pages,
         )
+
+    def _count(self, group: int) -> PageCounts:
+        pool, cached = self._pools[group], self._tree.num_loose(group)
+        in_use = pool.num_pages - pool.num_free - cached
+        return PageCounts(pool.num_pages, pool.num_free, cached, in_use)
 
     def _adopt(self, table: PageTable, node: Node, token_ids: Sequence[int]) -> int:
         path = self._tree.match(node, token_ids)
         if not path:
             return 0
-        for found in path:
-            for pool, page, column in zip(self._pools, found.pages, table.pages, strict=True):
-                holders = pool.share(page)
-                column.append(page)
-            if holders == 2:  # the tree and this table: it was idle
-                self._tree.revive(found)
         gained = len(path) << self._shift
+        # The path's last token may be computed again, so it is the first query yet to come.
+        for group, window in self._windows:
+            self._trim(table, group, (table.num_tokens + gained - 1 - window) >> self._shift)
+        for group, (pool, column) in enumerate(zip(self._pools, table.pages, strict=True)):
+            unseen = max(0, table.num_trimmed[group] - len(column))
+            column += [NO_PAGE] * unseen
+            for found in path[unseen:]:
+                page = found.pages[group]
+                if pool.share(page) == 2:  # the tree and this table
+                    self._tree.revive(found, group)
+                column.append(page)
+            self._shared_pages += len(path) - unseen
         table.node = path[-1]
         table.num_tokens += gained
-        self._hit_pages += len(path)
+        self._hit_tokens += gained
         return gained
+
+    def _trim(self, table: PageTable, group: int, end: int) -> None:
+        """Gives back the table's pages before number `end`, which it may have yet to adopt."""
+        start = table.num_trimmed[group]
+        if end <= start:
+            return
+        pool, column = self._pools[group], table.pages[group]
+        for index in range(start, min(end, len(column))):
+            page = column[index]
+            column[index] = NO_PAGE
+            if pool.release(page) == 1:
+                self._drop(self._tree.loosen(group, page, written=True))
+        table.num_trimmed[group] = end
 
     def _make_room(self, count: int) -> None:
         """Evicts until `count` pages are free in every group, or raises and evicts nothing."""
-        free = min([pool.num_free for pool in self._pools])
-        missing = count - free
-        if missing <= 0:
+        if count <= min([pool.num_free for pool in self._pools]):
             return
-        cached = self._tree.num_idle
-        if missing > cached:
-            group = min(range(len(self._pools)), key=lambda g: self._pools[g].num_free)
-            raise OutOfPages(
-                f"{count} pages are needed in KV group {group}, which has {free} free and {cached} "
-                f"cached of {self.num_pages[group]}; release a sequence, or give the cache more pages"
-            )
-        for _ in range(missing):
-            self._drop(self._tree.evict())
-        self._evicted_nodes += missing
+        for group, pool in enumerate(self._pools):
+            cached = self._tree.num_loose(group)
+            if count > pool.num_free + cached:
+                raise OutOfPages(
+                    f"{count} pages are needed in KV group {group}, which has {pool.num_free} free "
+                    f"and {cached} cached of {pool.num_pages}; release a sequence, or give the "
+                    f"cache more pages"
+                )
+        for group in self._eviction_order:
+            while self._pools[group].num_free < count:
+                given = self._tree.evict(group)
+                self._drop(given)
+                self._evicted_pages += len(given)
 
     def _copy_last_page(self, table: PageTable) -> list[PageCopy]:
         copies = []
@@ -295,22 +354,37 @@ class KVCache:
         size = self.page_size
         for index in range(node.depth, num_full):
             key = tuple(token_ids[index * size : (index + 1) * size])
-            pages = tuple([column[index] for column in table.pages])
+            pages = [column[index] for column in table.pages]
             child = node.children.get(key)
             if child is None:
+                if max(pages) == NO_PAGE:
+                    return None  # nothing would ever take such a node out of the tree again
                 child = self._tree.insert(node, key, pages, step)
-                for pool, page in zip(self._pools, pages, strict=True):
-                    pool.share(page)
+                self._share(pages)
             elif child.pages != pages:
-                return None
+                if NO_PAGE not in pages and self._tree.is_unused(child):
+                    # Computed anew, as a rule because a match would have lacked a page.
+                    self._drop(self._tree.renew(child, pages, step))
+                    self._share(pages)
+                elif not _agree(child.pages, pages):
+                    return None
             node = child
         return node
 
-    def _drop(self, nodes: Iterable[Node]) -> None:
-        """Gives back the tree's references to pages of nodes that have left it."""
-        for node in nodes:
-            for pool, page in zip(self._pools, node.pages, strict=True):
-                pool.release(page)
+    def _share(self, pages: Iterable[int]) -> None:
+        for pool, page in zip(self._pools, pages, strict=True):
+            if page != NO_PAGE:
+                pool.share(page)
+
+    def _drop(self, given: Iterable[GroupPage]) -> None:
+        """Gives back the tree's references to pages that have left it."""
+        for group, page in given:
+            self._pools[group].release(page)
+
+
+def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two page lists name the same page wherever neither has lost its own."""
+    return all(a == b or NO_PAGE in (a, b) for a, b in zip(one, other, strict=True))
 
 
 def _require_alive(table: PageTable) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NO_PAGE = -1  # stands where a page has been given back
+
 
 class OutOfPages(RuntimeError):
     """Neither free nor evictable pages suffice; whoever raised it has changed nothing."""
