@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 # Token types of llama.cpp.
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 # How each vocabulary cuts text before merging, as its maker published it. Contractions, a word with
 # at most one character before it, numbers of up to N digits, punctuation, line breaks, spaces.
@@ -26,12 +26,37 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
-PRE_TOKENIZERS = ("default", "gpt-2", "smollm", *SPLITS)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,  # fine-tunes of Llama 3
+    "dbrx": _LLAMA3,  # OLMo 2 and Phi-4
+    "gpt-4o": _GPT4O,  # Phi-4-mini
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+# GPT-2's rule, numbers cut into digits first; "refact" and "starcoder" are Granite's.
+DIGITS = ("smollm", "refact", "starcoder")
+PRE_TOKENIZERS = ("default", "gpt-2", *DIGITS, *SPLITS)
 # A whole pre-token that is in the vocabulary is taken without merging.
-IGNORE_MERGES = ("llama-bpe", "llama3", "tekken")
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 # Where the file does not say, these begin every text with the begin-of-text token.
-ADD_BOS = ("llama-bpe", "llama3", "tekken")
+ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# Composed characters; the makers' own tokenizers do so.
+NFC = ("qwen2", "deepseek-r1-qwen")
+
+# Phi-3's SentencePiece tokens swallow the white space that follows them, but for these.
+PHI3_KEEPS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# Mistral's second and third SentencePiece vocabularies, and only they, have this control token.
+MISTRAL_INSTRUCTION = "[INST]"
 
 SPECIAL_ROLES = {
     "bos_token": "bos_token_id",
@@ -70,7 +95,8 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
         raise ValueError(
             f"{file.path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' and 'llama'"
         )
-    _add_tokens(backend, tokens, types)
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_tokens(backend, tokens, types, frozenset(tokens) - PHI3_KEEPS if strips else frozenset())
     special = {}
     for role, key in SPECIAL_ROLES.items():
         token_id = metadata.get(f"tokenizer.ggml.{key}")
@@ -116,12 +142,12 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str], pre: str) -> tokenizers.T
     if pre in SPLITS:
         split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    elif pre == "smollm":
+    elif pre in DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, gpt2])
     else:
         backend.pre_tokenizer = gpt2
-    if pre == "qwen2":
+    if pre in NFC:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -130,7 +156,7 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str], pre: str) -> tokenizers.T
 def _sentence_piece(
     file: GGUFFile, tokens: Sequence[str], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
@@ -143,7 +169,7 @@ def _sentence_piece(
         _bpe(
             file,
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges_from_scores(tokens, scores),
+            merges=_merges_from_scores(tokens, scores, types),
             unk_token=unknown[0] if unknown else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -151,9 +177,13 @@ def _sentence_piece(
     )
     add_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if add_prefix else spaces
-    )
+    if not add_prefix:
+        backend.normalizer = spaces
+    elif (MISTRAL_INSTRUCTION, CONTROL) in zip(tokens, types, strict=True):
+        # A space in front of the text only, not after each special token.
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(
         [*steps, *([decoders.Strip(" ", 1, 0)] if add_prefix else [])]
@@ -177,34 +207,47 @@ def _pair(file: GGUFFile, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_from_scores(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose result scores highest: so that is the order of merges.
 
-    Among the ways to split one token, longer left parts come first.
+    Among the ways to split one token, longer left parts come first. Text can only become normal
+    tokens: the others are found before, or must not be spelled out by a user.
     """
-    rank = dict(zip(tokens, scores, strict=True))
-    found = []
-    for token, score in rank.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in rank and right in rank:
-                found.append((score, cut, len(token) - cut, left, right))
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [merge[3:] for merge in found]
+    score_of = {
+        token: score
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind == NORMAL
+    }
+    normal = set(score_of)
+    merges = []
+    # Plain loops: a large vocabulary has a million splits, and this is much of its time to load.
+    for token in sorted(score_of, key=score_of.__getitem__, reverse=True):
+        for cut in range(len(token) - 1, 0, -1):
+            if (right := token[cut:]) in normal and (left := token[:cut]) in normal:
+                merges.append((left, right))
+    return merges
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    strips: frozenset[str],
+) -> None:
+    """strips: the tokens that swallow the white space after them."""
     from tokenizers import AddedToken
 
     special = [
-        AddedToken(token, normalized=False, special=True)
+        AddedToken(token, normalized=False, special=True, rstrip=token in strips)
         for token, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, UNKNOWN)
     ]
     backend.add_special_tokens(special)
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=False)
+            AddedToken(token, normalized=False, special=False, rstrip=token in strips)
             for token, kind in zip(tokens, types, strict=True)
             if kind == USER_DEFINED
         ]
