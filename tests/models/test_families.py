@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rooftile.models.families import FAMILIES
 from rooftile.models.loader import LoadedModel, load_model
 from tests.models import hugging_face
 from tests.models.paged import PagedRunner
@@ -287,6 +288,26 @@ def test_llama_fields_that_are_refused(
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types holds 'chunked_att"),
         ("qwen3", {"layer_types": ["full_attention"]}, "expected a list of 3 names"),
+        (
+            "qwen2",
+            {"layer_types": ["linear_attention"] * 3},
+            "layer_types holds 'linear_attention'",
+        ),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation is 'relu'; supported are"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a positive"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which"),
+        (
+            "phi3",
+            {"rope_parameters": LONG_ROPE | {"long_factor": [1.0]}},
+            "long_factor holds 1 num",
+        ),
+        ("olmo2", {"sliding_window": 4096}, "sliding_window is 4096, which is not supported"),
+        ("granite", {"residual_multiplier": -1}, "residual_multiplier is -1; expected a positive"),
+        ("llama", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which is not suppor"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which"),
+        ("mixtral", {"num_experts_per_tok": 9}, "config.json: MoeSpec: top_k is 9; it must be at"),
+        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts is 0; expected one integer"),
     ],
 )
 def test_fields_of_other_families_that_are_refused(
@@ -295,7 +316,7 @@ def test_fields_of_other_families_that_are_refused(
     from transformers import AutoConfig
 
     AutoConfig.for_model(model_type, **hugging_face.SMALL).save_pretrained(tmp_path)
-    name = {"mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
+    name = next(f.architectures[0] for f in FAMILIES if f.model_type == model_type)
     hugging_face.edit_config(tmp_path, architectures=[name], **changes)
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path), random_weights=True)
@@ -316,3 +337,80 @@ def test_the_first_mistral_has_its_window_by_default(llama_directory: Path) -> N
         hugging_face.edit_config(llama_directory, sliding_window=change)
         config = load_model(str(llama_directory), random_weights=True).config
         assert {layer.attention.window for layer in config.layers} == {window}
+
+
+@pytest.mark.parametrize("length", [32, 33])
+def test_longrope_goes_by_the_length_of_the_engine(length: int, tmp_path: Path) -> None:
+    """Short divisors where no sequence can outgrow the original context, else long ones for all."""
+    model = hugging_face.random_model("phi3", **PHI, **LONG)
+    hugging_face.save(model, tmp_path)
+    runner = PagedRunner(
+        load_model(str(tmp_path), dtype=torch.float32, max_model_len=length).decoder
+    )
+    expected = hugging_face.logits(model, TOKENS[:length])
+    assert_close(torch.cat([runner.run((0, [token]))[0] for token in TOKENS[:length]]), expected)
+
+
+@pytest.mark.parametrize("spelling", ["su", "yarn"])
+def test_older_names_of_longrope(spelling: str, tmp_path: Path) -> None:
+    model = hugging_face.random_model("phi3", **PHI, **LONG)
+    hugging_face.save(model, tmp_path)
+    scaling = {
+        "type": spelling,
+        **{name: LONG_ROPE[name] for name in ("short_factor", "long_factor")},
+    }
+    hugging_face.edit_config(
+        tmp_path, rope_parameters=..., rope_theta=10000.0, rope_scaling=scaling
+    )
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert_close(
+        PagedRunner(loaded.decoder).run((0, TOKENS))[0], hugging_face.logits(model, TOKENS)
+    )
+
+
+def test_the_older_spelling_of_gemma_3(tmp_path: Path) -> None:
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4}
+    sliding = {"rope_type": "default", "rope_theta": 100.0}
+    options = {
+        "num_hidden_layers": 4,
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "sliding_window_pattern": 3,
+    }
+    model = hugging_face.random_model("gemma3_text", **GEMMA, **options)
+    hugging_face.save(model, tmp_path)
+    hugging_face.edit_config(
+        tmp_path,
+        rope_parameters=...,
+        layer_types=...,
+        sliding_window_pattern=3,
+        rope_theta=5e4,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert_close(
+        PagedRunner(loaded.decoder).run((0, TOKENS))[0], hugging_face.logits(model, TOKENS)
+    )
+
+
+def test_gemma_keeps_its_keys_in_two_groups(tmp_path: Path) -> None:
+    hugging_face.save(hugging_face.random_model("gemma2", **GEMMA), tmp_path)
+    decoder = load_model(str(tmp_path), dtype=torch.float32).decoder
+    assert [spec.window for spec in decoder.kv_specs] == [5, None, 5]
+    assert len(PagedRunner(decoder).groups) == 2
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "granite", "mixtral", "olmo2"])
+def test_bfloat16_is_close(model_type: str, tmp_path: Path) -> None:
+    """Norm weights near 0 with an offset, multipliers, sums of experts: rounded as they should be."""
+    options = next(options for kind, options in CASES.values() if kind == model_type)
+    model = hugging_face.random_model(model_type, **options)
+    hugging_face.save(model, tmp_path)
+    loaded = load_model(str(tmp_path), dtype=torch.bfloat16)
+    actual = PagedRunner(loaded.decoder).run((0, TOKENS))[0]
+    expected = hugging_face.logits(model, TOKENS)
+    theirs = hugging_face.logits(model.to(torch.bfloat16), TOKENS).float()
+    assert actual.dtype == torch.float32
+    # Each row as close as transformers' own bfloat16, up to its luck (a token may change experts).
+    error, allowed = (actual - expected).norm(dim=1), (theirs - expected).norm(dim=1)
+    assert float(error.median()) < 1.5 * float(allowed.median())

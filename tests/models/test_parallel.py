@@ -27,6 +27,15 @@ MODELS = {
         "qwen3",
         {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True, "vocab_size": 66},
     ),
+    # Two groups of pages, norms after each branch, caps.
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 5, "pad_token_id": 0},
+    ),
+    # Each rank has half of every expert.
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_hidden_layers": 2}),
+    # Each rank reads its rows out of fused matrices.
+    "phi3": ("phi3", {"pad_token_id": 0, "eos_token_id": 1, "num_hidden_layers": 2}),
 }
 
 
@@ -100,6 +109,13 @@ def test_refusals_come_before_the_weights_are_read(tmp_path: Path) -> None:
     hugging_face.edit_config(tmp_path, intermediate_size=49)
     with pytest.raises(ValueError, match="cannot split 49 columns of the feed-forward"):
         load_model(str(tmp_path), random_weights=True, parallel=ParallelGroup(1, 2))
+
+
+def test_norms_over_all_heads_do_not_split(tmp_path: Path) -> None:
+    options = {"num_hidden_layers": 1, "pad_token_id": 0, "eos_token_id": 1}
+    hugging_face.save(hugging_face.random_model("olmo2", **options), tmp_path)
+    with pytest.raises(NotImplementedError, match="norms run over all 4 heads together.*use one p"):
+        load_model(str(tmp_path), random_weights=True, parallel=ParallelGroup(0, 2))
 
 
 def test_groups_that_make_no_sense() -> None:
