@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftile.cli.options import EngineOptions
 from rooftile.engine.outputs import (
@@ -15,11 +16,17 @@ from rooftile.engine.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from rooftile.engine.core import Params
 
 
 class FakeLLM:
-    """Answers "re: <prompt>", word by word in streams. The prompt "fail" ends in an error."""
+    """Answers "re: <prompt>", word by word in streams.
+
+    The prompt "fail" ends in an error, "refuse" is refused; runs finish in pairs, latest first.
+    """
 
     model_name = "fake"
 
@@ -28,12 +35,15 @@ class FakeLLM:
         self.model_config = SimpleNamespace(vocab_size=5000)
         self.options: EngineOptions | None = None
         self.seed: int | None = None
-        self.params: list[SamplingParams] = []
+        self.params: list[Any] = []
         self.conversations: list[list[dict[str, str]]] = []
         self.prompts: list[Any] = []
         self.aborted = 0
         self.interrupt_at: int | None = None  # press ctrl-C before this word of the next answer
         self.refuse: str | None = None  # the next prompt is refused with this message
+
+    def stats(self) -> Any:
+        return SimpleNamespace(generation_tokens=2 * len(self.prompts))
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         self.conversations.append([dict(m) for m in messages])
@@ -58,7 +68,64 @@ class FakeLLM:
     ) -> list[RequestOutput]:
         self.prompts += prompts
         self.params.append(params)
-        return [self._output(prompt, params.n) for prompt in prompts]
+        outputs = [self._output(prompt, params.n) for prompt in prompts]
+        if params.prompt_logprobs is not None:
+            for output in outputs:
+                output.prompt_logprobs = [
+                    None,
+                    TokenLogprobs(2, -0.25, ((2, -0.25), (3, -math.inf))),
+                ]
+        return outputs
+
+    def beam_search(
+        self, prompts: list[Any], params: BeamSearchParams, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        self.prompts += prompts
+        self.params.append(params)
+        return [self._found(prompt, params) for prompt in prompts]
+
+    def _found(self, prompt: Any, params: BeamSearchParams) -> RequestOutput:
+        output = self._output(prompt, params.n_best)
+        for answer in output.outputs:
+            answer.logprobs = None
+            answer.cumulative_logprob = -3.0 - answer.index
+            answer.score = answer.cumulative_logprob / 2
+        return output
+
+    def run(
+        self,
+        requests: Iterable[tuple[Any, Params]],
+        *,
+        window: int | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput | ValueError]]:
+        pair: list[tuple[int, RequestOutput | ValueError]] = []
+        for position, (prompt, params) in enumerate(requests):
+            self.prompts.append(prompt)
+            self.params.append(params)
+            pair.append((position, self._result(prompt, params)))
+            if len(pair) == 2:
+                yield from self._step(pair, on_step)
+        yield from self._step(pair, on_step)
+
+    def _step(
+        self, pair: list[tuple[int, Any]], on_step: Callable[[], None] | None
+    ) -> Iterator[tuple[int, Any]]:
+        if on_step is not None:
+            on_step()
+        while pair:
+            yield pair.pop()
+
+    def _result(self, prompt: Any, params: Params) -> RequestOutput | ValueError:
+        if self._text(prompt) == "refuse":
+            return ValueError("the prompt has 9 tokens")
+        if isinstance(params, BeamSearchParams):
+            return self._found(prompt, params)
+        output = self._output(prompt, params.n)
+        if params.logprobs is None:
+            for answer in output.outputs:
+                answer.logprobs = None
+        return output
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.params import BeamSearchParams, SamplingParams
 from tests.cli.fakes import FakeLLM
 
 Run = Callable[..., Any]
@@ -110,7 +111,8 @@ def test_every_sampling_parameter_arrives(llm: FakeLLM, rooftile: Run) -> None:
         "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--logit-bias", "5=-2.5",
         "--logit-bias", "9=1", "--seed", "11", "--max-tokens", "20", "--min-tokens", "2",
         "--stop", "END", "--stop", "\n\n", "--stop-token-id", "4", "--ignore-eos",
-        "--logprobs", "2", "--keep-special-tokens",
+        "--logprobs", "2", "--keep-special-tokens", "--prompt-logprobs", "3", "--bad-word", "rude",
+        "--bad-word", "a b", "--include-stop",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert llm.params == [
@@ -118,10 +120,77 @@ def test_every_sampling_parameter_arrives(llm: FakeLLM, rooftile: Run) -> None:
             n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.05, repetition_penalty=1.1,
             presence_penalty=0.2, frequency_penalty=0.3, logit_bias={5: -2.5, 9: 1.0}, seed=11,
             max_tokens=20, min_tokens=2, stop=["END", "\n\n"], stop_token_ids=[4],
-            ignore_eos=True, logprobs=2, skip_special_tokens=False,
+            ignore_eos=True, logprobs=2, skip_special_tokens=False, prompt_logprobs=3,
+            bad_words=["rude", "a b"], include_stop_str_in_output=True,
         )
     ]  # fmt: skip
     assert llm.seed == 11
+    plain = SamplingParams()
+    for field in dataclasses.fields(SamplingParams):  # every one that a command line can give
+        if field.name != "logits_processor":
+            assert getattr(llm.params[0], field.name) != getattr(plain, field.name)
+
+
+def test_prompt_logprobs(llm: FakeLLM, rooftile: Run) -> None:
+    arguments = ("--prompt-logprobs", "1", "--max-tokens", "0")
+    result = rooftile("generate", "-m", "x", "--json", *arguments, "p")
+    assert json.loads(result.stdout)["prompt_logprobs"] == [
+        None, {"token_id": 2, "logprob": -0.25, "top": [[2, -0.25], [3, -9999.0]]},
+    ]  # fmt: skip
+    assert llm.params == [SamplingParams(temperature=0.7, max_tokens=0, prompt_logprobs=1)]
+
+
+def test_beam_search(llm: FakeLLM, rooftile: Run) -> None:
+    result = rooftile(
+        "generate", "-m", "x", "--raw", "p", "--beam-width", "5", "--n-best", "2", "--ignore-eos",
+        "--length-penalty", "0.5", "--early-stopping", "never", "--max-tokens", "8", "--seed", "3",
+        "--keep-special-tokens",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (
+        "--- answer 1 of 2, score -1.500\nre: p\n--- answer 2 of 2, score -2.000\nre: p\n"
+    )
+    assert llm.params == [
+        BeamSearchParams(
+            width=5, n_best=2, length_penalty=0.5, early_stopping="never", max_tokens=8,
+            ignore_eos=True, skip_special_tokens=False,
+        )
+    ]  # fmt: skip
+    assert (llm.prompts, llm.seed) == (["p"], 3)
+
+
+def test_beam_search_of_one_answer_and_as_json(llm: FakeLLM, rooftile: Run) -> None:
+    search = ("generate", "-m", "x", "--beam-width", "2", "--early-stopping", "yes", "p")
+    assert rooftile(*search).stdout == "re: p\n"
+    (answer,) = json.loads(rooftile(*search, "--json").stdout)["outputs"]
+    assert (answer["score"], answer["cumulative_logprob"]) == (-1.5, -3.0)
+    assert llm.params[0].early_stopping is True
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--beam-width", "4", "-t", "0.7", "--top-p", "1"], "--temperature, --top-p: has no mean"),
+        (["--beam-width", "4", "-n", "2"], "--n: has no meaning in beam search"),
+        (["--beam-width", "4", "--stop", "x", "--logprobs", "1"], "--stop, --logprobs: has no"),
+        (["--n-best", "1"], "--n-best: needs --beam-width"),
+        (["--length-penalty", "2", "--early-stopping", "no"], "early-stopping: needs --beam-width"),
+        (["--beam-width", "4", "--early-stopping", "soon"], "'soon' is not one of"),
+    ],
+)
+def test_options_that_would_be_ignored_are_named(
+    llm: FakeLLM, rooftile: Run, options: list[str], said: str
+) -> None:
+    result = rooftile("generate", "-m", "x", *options, "p")
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert llm.options is None
+
+
+def test_a_beam_width_out_of_range(llm: FakeLLM, rooftile: Run) -> None:
+    result = rooftile("generate", "-m", "x", "--beam-width", "2", "--n-best", "3", "p")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: n_best is 3; it must be a whole number from 1 to 2")
 
 
 def test_every_engine_option_arrives(llm: FakeLLM, rooftile: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,17 +12,24 @@ import typer
 from rooftile.cli import loading
 from rooftile.cli.conversation import Message, has_template, stream_text
 from rooftile.cli.errors import print_error
-from rooftile.cli.options import EngineOptions, SamplingOptions, with_options
+from rooftile.cli.options import BeamOptions, EngineOptions, SamplingOptions, with_options
 from rooftile.cli.prompts import collect_prompts
+from rooftile.cli.records import output_record
 
 if TYPE_CHECKING:
-    from rooftile.engine.outputs import CompletionOutput, RequestOutput
+    from rooftile.engine.core import Params
+    from rooftile.engine.llm import LLM, Prompt
+    from rooftile.engine.outputs import RequestOutput
+
+LONG_RUN = "Long runs"
 
 
-@with_options(sampling=SamplingOptions, engine=EngineOptions)
+@with_options(sampling=SamplingOptions, beams=BeamOptions, engine=EngineOptions)
 def generate(
+    context: typer.Context,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    beams: BeamOptions,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", show_default=False, help="One or more prompts."),
@@ -34,7 +41,39 @@ def generate(
             "-i",
             metavar="FILE",
             help='A prompt per line, or JSON lines with {"prompt": ...}; "-" reads them from '
-            "standard input.",
+            "standard input. With --output, JSON lines only: see there.",
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=LONG_RUN,
+            help='Append a JSON line for each line of --input as it finishes. A line has a "prompt" '
+            '(text or token ids) or "messages", an "id" if you like, and any sampling field, '
+            'such as "temperature", in place of the option; or it is a line of an OpenAI batch. '
+            "The same command goes on where the last one was stopped; a line that cannot run gets "
+            "a record with its error.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            rich_help_panel=LONG_RUN,
+            help="Begin --output afresh, losing what it has.",
+        ),
+    ] = False,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="MODEL",
+            rich_help_panel=LONG_RUN,
+            help="What lines of an OpenAI batch may call the model; repeatable.",
         ),
     ] = None,
     as_json: Annotated[
@@ -59,8 +98,23 @@ def generate(
     """
     if chat is False and system is not None:
         raise typer.BadParameter("has no place in a --raw prompt", param_hint="--system")
+    params: Params = beams.beam_params(sampling, context) or sampling.sampling_params()
+    if target is not None:
+        if source in (None, "-") or prompts or as_json:
+            raise typer.BadParameter(
+                "goes with an --input FILE that can be read again, and without PROMPT and --json",
+                param_hint="--output",
+            )
+        from rooftile.cli.batch.run import BatchOptions, run_file
+
+        options = BatchOptions(params, chat, system, overwrite, tuple(served_model_name or ()))
+        run_file(engine, sampling.seed, Path(str(source)), target, options)
+        return
+    if overwrite or served_model_name:
+        name = "--overwrite" if overwrite else "--served-model-name"
+        raise typer.BadParameter("needs --output", param_hint=name)
+
     texts = collect_prompts(prompts, source)
-    params = sampling.sampling_params()
     llm = loading.load_llm(engine, sampling.seed)
     in_chat = has_template(llm) if chat is None else chat
     if system is not None and not in_chat:
@@ -71,11 +125,11 @@ def generate(
         [llm.render_chat(_messages(text, system)) for text in texts] if in_chat else list(texts)
     )
 
-    if len(texts) == 1 and params.n == 1 and not as_json:
-        output = stream_text(llm.stream(requests[0], params), sys.stdout)
+    if len(texts) == 1 and not as_json and beams.beam_width is None and sampling.n == 1:
+        output = stream_text(llm.stream(requests[0], sampling.sampling_params()), sys.stdout)
         failed = report_failures([output])
     else:
-        outputs = llm.generate(requests, params, progress=sys.stderr.isatty())
+        outputs = _answer_all(llm, requests, params)
         for position, (text, output) in enumerate(zip(texts, outputs, strict=True)):
             if as_json:
                 print(json.dumps(_record(position, text, output), ensure_ascii=False))
@@ -85,6 +139,15 @@ def generate(
     sys.stdout.flush()
     if failed:
         raise typer.Exit(1)
+
+
+def _answer_all(llm: LLM, requests: list[Prompt], params: Params) -> list[RequestOutput]:
+    from rooftile.engine.params import BeamSearchParams
+
+    progress = sys.stderr.isatty()
+    if isinstance(params, BeamSearchParams):
+        return llm.beam_search(requests, params, progress=progress)
+    return llm.generate(requests, params, progress=progress)
 
 
 def report_failures(outputs: list[RequestOutput]) -> bool:
@@ -107,32 +170,10 @@ def _print_text(position: int, count: int, prompt: str, output: RequestOutput) -
         print(f"{'' if position == 0 else chr(10)}=== {position + 1}/{count}: {shown}")
     for answer in output.outputs:
         if len(output.outputs) > 1:
-            print(f"--- answer {answer.index + 1} of {len(output.outputs)}")
+            score = "" if answer.score is None else f", score {answer.score:.3f}"
+            print(f"--- answer {answer.index + 1} of {len(output.outputs)}{score}")
         print(answer.text)
 
 
 def _record(position: int, prompt: str, output: RequestOutput) -> dict[str, Any]:
-    return {
-        "index": position,
-        "prompt": prompt,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "time_to_first_token": output.metrics.time_to_first_token,
-        "latency": output.metrics.latency,
-        "outputs": [_answer_record(answer) for answer in output.outputs],
-    }
-
-
-def _answer_record(answer: CompletionOutput) -> dict[str, Any]:
-    record = {
-        "index": answer.index,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "error": answer.error,
-    }
-    if answer.logprobs is not None:
-        record["cumulative_logprob"] = answer.cumulative_logprob
-        record["logprobs"] = [asdict(token) for token in answer.logprobs]
-    return record
+    return {"index": position, "prompt": prompt, **output_record(output)}

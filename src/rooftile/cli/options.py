@@ -6,20 +6,26 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
-    from rooftile.engine.params import SamplingParams
+    from rooftile.engine.params import BeamSearchParams, SamplingParams
 
 SAMPLING = "Sampling"
+BEAMS = "Beam search"
 ENGINE = "Engine"
 
 
 def _sampling(*names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=SAMPLING, **settings)
+
+
+def _beams(*names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=BEAMS, **settings)
 
 
 def _engine(*names: str, help: str, **settings: Any) -> Any:
@@ -60,8 +66,14 @@ class AnswerOptions:
     stop: Annotated[
         list[str] | None, _sampling(metavar="TEXT", help="End before this text; repeatable.")
     ] = None
+    include_stop: Annotated[
+        bool, _sampling("--include-stop", help="Keep the stop text that ended the answer.")
+    ] = False
     stop_token_id: Annotated[
         list[int] | None, _sampling(metavar="ID", help="End at this token; repeatable.")
+    ] = None
+    bad_word: Annotated[
+        list[str] | None, _sampling(metavar="TEXT", help="Never generate this; repeatable.")
     ] = None
     ignore_eos: Annotated[
         bool, _sampling("--ignore-eos", help="Go on past the model's end-of-text token.")
@@ -86,7 +98,9 @@ class AnswerOptions:
             seed=self.seed,
             min_tokens=self.min_tokens,
             stop=self.stop,
+            include_stop_str_in_output=self.include_stop,
             stop_token_ids=tuple(self.stop_token_id or ()),
+            bad_words=tuple(self.bad_word or ()),
             ignore_eos=self.ignore_eos,
             skip_special_tokens=not self.keep_special_tokens,
             **more,
@@ -102,9 +116,106 @@ class SamplingOptions(AnswerOptions):
         int | None,
         _sampling(help="Log-probabilities of the token and this many likeliest ones (--json)."),
     ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        _sampling(
+            help="The same for the tokens of the prompt (--json); allows --max-tokens 0, which "
+            "only scores the prompt."
+        ),
+    ] = None
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        return super().sampling_params(n=self.n, logprobs=self.logprobs, **more)
+        return super().sampling_params(
+            n=self.n, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs, **more
+        )
+
+
+# What a beam search shares with sampling. --seed is the engine's and the random weights', too.
+SHARED_WITH_BEAMS = frozenset({"max_tokens", "ignore_eos", "keep_special_tokens", "seed"})
+
+
+class EarlyStopping(str, Enum):
+    NO = "no"
+    YES = "yes"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions:
+    """Beam search instead of sampling."""
+
+    beam_width: Annotated[
+        int | None,
+        _beams(show_default=False, help="Search with this many beams instead of sampling."),
+    ] = None
+    n_best: Annotated[int, _beams(help="Answers per prompt, best first.")] = 1
+    length_penalty: Annotated[
+        float,
+        _beams(
+            help="A score is the sum of log-probabilities / length to this power; above 0 favours "
+            "longer answers."
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        EarlyStopping,
+        _beams(
+            help="End when as many answers as beams are finished (yes), when no beam can beat them "
+            "at its present length (no), or at its longest (never)."
+        ),
+    ] = EarlyStopping.NO
+
+    def beam_params(
+        self, sampling: SamplingOptions, context: typer.Context
+    ) -> BeamSearchParams | None:
+        """What to search with, or None to sample.
+
+        Raises:
+            typer.BadParameter: an option that the search would ignore, or one of the search's
+                without --beam-width.
+        """
+        from rooftile.engine.params import BeamSearchParams
+
+        if self.beam_width is None:
+            names = given_options(context, BeamOptions)
+            if names:
+                raise typer.BadParameter("needs --beam-width", param_hint=names)
+            return None
+        names = given_options(context, SamplingOptions, SHARED_WITH_BEAMS)
+        if names:
+            raise typer.BadParameter(
+                "has no meaning in beam search (--beam-width); leave it out", param_hint=names
+            )
+        stopping: dict[EarlyStopping, bool | Literal["never"]] = {
+            EarlyStopping.NO: False,
+            EarlyStopping.YES: True,
+            EarlyStopping.NEVER: "never",
+        }
+        return BeamSearchParams(
+            width=self.beam_width,
+            max_tokens=sampling.max_tokens,
+            length_penalty=self.length_penalty,
+            early_stopping=stopping[self.early_stopping],
+            n_best=self.n_best,
+            ignore_eos=sampling.ignore_eos,
+            skip_special_tokens=not sampling.keep_special_tokens,
+        )
+
+
+def given_options(
+    context: typer.Context, group: type[Any], except_for: frozenset[str] = frozenset()
+) -> str:
+    """The options of the group that the command was called with, as they are written."""
+    fields = {field.name for field in dataclasses.fields(group)} - except_for
+    return ", ".join(
+        max(option.opts, key=len)
+        for option in context.command.params
+        if option.name in fields and _is_given(context, option.name)
+    )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 @dataclass(frozen=True, kw_only=True)

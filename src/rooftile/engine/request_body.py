@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rooftile.engine.core import Params
 from rooftile.engine.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from rooftile.engine.core import Params
 
 ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it chats
 ROLES = ("system", "developer", "user", "assistant")
