@@ -14,7 +14,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+	ROOFTILE_EXPLORE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
 
 lint: $(VENV)/.demo $(VENV)/.test
 	$(BIN)/ruff check .
