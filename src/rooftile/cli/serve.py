@@ -83,21 +83,7 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
     logging.getLogger("rooftile").setLevel(server.log_level.upper())
     from rooftile.bench.presets import resolve_model
     from rooftile.server.address import address_of, bind
-
-    model = resolve_model(options.model, options.random_weights)
-    # Before anything slow: a port that is taken shows at once, and clients that come early wait.
-    listener = bind(server.host, server.port)
-    address = address_of(listener)
-    print(f"loading {options.model} …", file=sys.stderr, flush=True)
-    try:
-        from rooftile.server.config import ServerConfig
-        from rooftile.server.run import run
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "rooftile":
-            raise
-        raise ModuleNotFoundError(
-            f"{error.name} is missing: the server needs pip install 'rooftile[server]'"
-        ) from None
+    from rooftile.server.config import ServerConfig
 
     config = ServerConfig(
         model_names=tuple(server.served_model_name or ()),
@@ -109,6 +95,19 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
         drain_seconds=server.drain_seconds,
         log_prompts=server.log_prompts,
     )
+    model = resolve_model(options.model, options.random_weights)
+    # Before anything slow: a port that is taken shows at once, and clients that come early wait.
+    listener = bind(server.host, server.port)
+    address = address_of(listener)
+    print(f"loading {options.model} …", file=sys.stderr, flush=True)
+    try:
+        from rooftile.server.run import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "rooftile":
+            raise
+        raise ModuleNotFoundError(
+            f"{error.name} is missing: the server needs pip install 'rooftile[server]'"
+        ) from None
 
     def load() -> AsyncLLM:
         from rooftile.engine.async_llm import AsyncLLM

@@ -13,18 +13,20 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: the address cannot be used.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; it must be from 0 (any that is free) to 65535")
     try:
         ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"the address {host}:{port} cannot be used: {error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise ValueError(
             f"the address {host}:{port} cannot be used: {error}; choose another with --port"

@@ -98,7 +98,7 @@ def _keyed_router(service: Service) -> APIRouter:
     def post(path: str, model: type[Received], handle: Handle[Received], **answers: Any) -> None:
         async def endpoint(request: Request) -> Response:
             _ = service.llm  # 503 before a body is read
-            body = await read_model(request, model, service.config)
+            body = await read_model(request, model, service)
             return Answer(lambda: handle(service, body))
 
         endpoint.__name__ = handle.__name__

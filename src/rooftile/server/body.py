@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from rooftile.server.config import ServerConfig
 from rooftile.server.errors import ApiError, bad_request
 from rooftile.server.protocol.base import ClientModel
+from rooftile.server.service import Service
 
 logger = logging.getLogger("rooftile.server")
 
 MAX_DEPTH = 64
+LARGE = 64 * 1024  # bytes of a body that takes more than a moment to look through
 # Only text that escapes something as \uD8.. or \u0000 can hold a lone surrogate or NUL.
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
 # Pydantic names the member of a union that it tried; clients know only the field.
@@ -28,19 +29,22 @@ CLOSE = {"Connection": "close"}  # the rest of the body is not read
 Model = TypeVar("Model", bound=ClientModel)
 
 
-async def read_model(request: Request, model: type[Model], config: ServerConfig) -> Model:
+async def read_model(request: Request, model: type[Model], service: Service) -> Model:
     """The request's body as `model`.
 
     Raises:
         ApiError: 413 over the limit; 400 for everything else that is wrong with it.
     """
     _check_content_type(request)
+    config = service.config
     try:
         raw = await asyncio.wait_for(_read(request, config.max_body_bytes), config.body_seconds)
     except asyncio.TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {config.body_seconds:g} s", headers=CLOSE
         ) from None
+    if len(raw) > LARGE:
+        return await service.off_loop(lambda: validate(parse_json(raw), model))
     return validate(parse_json(raw), model)
 
 

@@ -1,0 +1,329 @@
+"""Loading, a dead engine, ending: what clients see, and that nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from rooftile.cli.main import app
+from rooftile.engine.async_llm import AsyncLLM
+from rooftile.engine.process import EngineProcess
+from rooftile.server.address import bind
+from tests.server.live import LiveServer
+
+Make = Callable[..., LiveServer]
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 150, "ignore_eos": True}
+
+
+def slow_down(server: LiveServer, seconds: float = 0.02) -> None:
+    """Make each step of a thread's engine take a while, so that requests stay open."""
+    core = server.llm._engine._core  # type: ignore[union-attr]
+    step = core.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    core.step = slow  # type: ignore[method-assign]
+
+
+def test_while_the_model_loads(make_engine: Callable[..., AsyncLLM]) -> None:
+    gate = threading.Event()
+
+    def load() -> AsyncLLM:
+        gate.wait(60)
+        return make_engine()
+
+    server = LiveServer(load, wait=False)
+    with server.http() as http:
+        assert http.get("/health").status_code == 503
+        refused = http.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "loading"
+        assert refused.headers["retry-after"] == "1"
+        assert http.get("/v1/models").status_code == 503
+        assert http.get("/metrics").status_code == 200
+        assert http.get("/version").status_code == 200
+        assert http.get("/").status_code == 200
+        gate.set()
+        server.wait_until_ready()
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+    server.end()
+    assert server.error is None
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    def load() -> AsyncLLM:
+        raise ValueError("no such model")
+
+    server = LiveServer(load, wait=False)
+    server.thread.join(30)
+    assert str(server.error) == "no such model"
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_crash_of_the_engine(make_server: Make, kind: str) -> None:
+    server = make_server(kind)
+    with server.http() as http, ThreadPoolExecutor() as pool:
+
+        def stream() -> str:
+            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+                for line in response.iter_lines():
+                    started.set()
+                    if '"error"' in line:
+                        return line
+            return "no error event"
+
+        if kind == "thread":
+            slow_down(server)
+        started = threading.Event()
+        streaming = pool.submit(stream)
+        whole = [pool.submit(http.post, "/v1/completions", json={**LONG, "n": 200}) for _ in "ab"]
+        assert started.wait(20)
+        engine = server.llm._engine
+        if isinstance(engine, EngineProcess):
+            os.kill(engine.pid, signal.SIGKILL)
+        else:
+
+            def broken() -> None:
+                raise MemoryError("secret detail of the engine")
+
+            engine._core.step = broken  # type: ignore[assignment]
+        assert '"code":"engine_dead"' in streaming.result(20)
+        for future in whole:
+            answer = future.result(20)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_dead"
+            assert "secret detail" not in answer.text
+        assert http.get("/health").status_code == 503
+        assert http.post("/v1/completions", json=LONG).json()["error"]["code"] == "engine_dead"
+        assert http.get("/metrics").status_code == 200
+    assert server.server.service._open_sequences == 0
+    server.end()
+
+
+def test_an_engine_that_dies_while_idle_is_noticed(make_server: Make) -> None:
+    server = make_server("process")
+    engine = server.llm._engine
+    assert isinstance(engine, EngineProcess)
+    os.kill(engine.pid, signal.SIGKILL)
+    with server.http() as http:
+        for _ in range(200):
+            if http.get("/health").status_code == 503:
+                return
+            time.sleep(0.05)
+    pytest.fail("health is still 200")
+
+
+def test_a_failing_step_is_one_requests_error(make_server: Make) -> None:
+    server = make_server()
+    runner = server.llm._engine._core._runner  # type: ignore[union-attr]
+    launch = runner.launch
+
+    def failing(step: Any) -> Any:
+        if any(13 in entry.token_ids for entry in step.entries):
+            raise RuntimeError("an unlucky token")
+        return launch(step)
+
+    runner.launch = failing  # type: ignore[method-assign]
+    with server.http() as http:
+        good = {"prompt": [1, 2, 3], "max_tokens": 1}
+        bad = http.post("/v1/completions", json={**good, "prompt": [1, 13, 3]})
+        assert bad.status_code == 500
+        assert "an unlucky token" in bad.json()["error"]["message"]
+        body = {**good, "prompt": [1, 13, 3], "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 500  # nothing was sent before
+        assert http.post("/v1/completions", json=good).status_code == 200
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("drain", [30.0, 0.3])
+def test_ending_lets_requests_finish_for_a_while(make_server: Make, drain: float) -> None:
+    server = make_server(config={"drain_seconds": drain})
+    slow_down(server)
+
+    def stream() -> list[str]:
+        with (
+            server.http() as http,
+            http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+        ):
+            lines = []
+            for line in response.iter_lines():
+                lines.append(line)
+                started.set()
+            return [line for line in lines if line]
+
+    started = threading.Event()
+    with ThreadPoolExecutor() as pool, server.http() as kept:
+        assert kept.get("/health").status_code == 200
+        streaming = pool.submit(stream)
+        whole = pool.submit(kept.post, "/v1/completions", json=LONG)
+        assert started.wait(20)
+        began = time.monotonic()
+        server.server.end()
+        lines, answer = streaming.result(30), whole.result(30)
+        server.thread.join(30)
+        took = time.monotonic() - began
+    assert lines[-1] == "data: [DONE]"
+    if drain == 30.0:
+        assert '"finish_reason":"length"' in lines[-2]
+        assert answer.status_code == 200
+    else:
+        assert '"code":"shutting_down"' in lines[-2]
+        assert answer.status_code == 503
+        assert took < 10
+    assert server.error is None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
+
+
+def test_ending_twice_ends_at_once(make_server: Make) -> None:
+    server = make_server(config={"drain_seconds": 1000.0})
+    slow_down(server)
+    with ThreadPoolExecutor() as pool, server.http() as http:
+        whole = pool.submit(http.post, "/v1/completions", json=LONG)
+        time.sleep(0.3)
+        server.server.end()
+        time.sleep(0.2)
+        server.server.end()
+        assert whole.result(20).json()["error"]["code"] == "shutting_down"
+    server.thread.join(30)
+    assert not server.thread.is_alive()
+
+
+def test_a_port_is_bound_once() -> None:
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with pytest.raises(ValueError, match="cannot be used"):
+        bind("127.0.0.1", port)
+    listener.close()
+    bind("127.0.0.1", port).close()
+    with pytest.raises(ValueError, match="cannot be used"):
+        bind("no.such.host.invalid", 80)
+    for bad in (70000, -1):
+        with pytest.raises(ValueError, match="port is"):
+            bind("127.0.0.1", bad)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def serve(tiny_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "-c", "from rooftile.cli.main import app; app()", "serve",
+            "-m", str(tiny_path), "--random-weights", "--dtype", "float32", "--num-pages", "64",
+            "--port", "0", *options,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"is ready at (http://\S+)", line)
+    assert found is not None, line
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, "thread"), (signal.SIGINT, "process")]
+)
+def test_the_command_ends_with_0(serve: Any, number: signal.Signals, kind: str) -> None:
+    process = serve("--engine", kind, "--served-model-name", "mine")
+    url = url_of(process)
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "mine"
+    answer = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 3})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    process.send_signal(number)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in log
+    assert "POST /v1/completions 200" in log
+
+
+def test_the_command_ends_while_it_loads(serve: Any) -> None:
+    process = serve("--engine", "process")
+    assert process.stderr is not None
+    assert "loading" in process.stderr.readline()
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode in (0, -signal.SIGTERM)  # the latter before it could listen for it
+
+
+def test_a_port_in_use_is_one_line(serve: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = serve("--port", str(taken.getsockname()[1]))
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: the address \S+ cannot be used: .*--port\n", log)
+
+
+def test_a_wrong_engine_option_is_one_line(serve: Any) -> None:
+    process = serve("--page-size", "3")
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert log.endswith("error: page_size is 3; choose a power of two from 1 to 256\n")
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--engine", "thred"], "engine is 'thred'"),
+        (["--max-queue", "-1"], "max_queue is -1"),
+        (["--log-level", "loud"], "choose one of debug"),
+        (["--api-key", ""], "api_keys has an empty string"),
+        (["--port", "99999"], "port is 99999"),
+        (["--max-body-mb", "0"], "max_body_bytes is 0"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "-m", "demo", *options])
+    assert result.exit_code in (1, 2)
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_asyncio_is_not_left_with_tasks(make_server: Make) -> None:
+    server = make_server()
+    with server.http() as http:
+        http.post("/v1/completions", json=LONG)
+    server.assert_idle()
+
+    async def count() -> int:
+        await asyncio.sleep(0.2)
+        return len(asyncio.all_tasks())
+
+    future = asyncio.run_coroutine_threadsafe(count(), server.server._loop)
+    assert future.result(10) <= 4  # the server, its watch, this one, and the main one
