@@ -11,6 +11,7 @@ import typer
 from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
+from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
 
 if TYPE_CHECKING:
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
 
 COUNTED = {"prefill": "prompt tokens", "output": "new tokens", "total": "prompt and new tokens"}
 
-bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed and memory.", no_args_is_help=True)
 
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure speed. Peers run the same requests from the same weights in the same process."""
+    """Measure speed and memory. Peers run the same requests from the same weights in the same process."""
+
+
+bench_app.command("sharing")(bench_sharing)
 
 
 @bench_app.command("engine")
@@ -79,8 +83,10 @@ def bench_engine(
         raise typer.BadParameter(f"is {threads}; it must be at least 1", param_hint="--threads")
     chosen = select(workload or ["cpu"])
     rivals = peer_types(peers)
-    for one in chosen:  # refuses bad lengths before a model is loaded
-        one.requests(1000, num_requests=1, scale=scale)
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it must be at least 1")
+    for one in chosen:  # refuses bad numbers before a model is loaded
+        one.requests(1000, num_requests=min(num_requests or 1, 1), scale=scale)
 
     import torch
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
@@ -12,11 +13,7 @@ USER_ERRORS = (
     ValueError,
     NotImplementedError,
     ModuleNotFoundError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ConnectionError,
+    OSError,
     MemoryError,
 )
 
@@ -41,4 +38,14 @@ class FriendlyGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             print_error(str(error) or type(error).__name__)
+            raise typer.Exit(1) from error
+        except RuntimeError as error:
+            # What a CPU cannot allocate has no class of its own in torch.
+            asked = re.search(r"can't allocate memory.* (\d+ bytes)", str(error))
+            if asked is None or ctx.params.get("debug"):
+                raise
+            print_error(
+                f"not enough memory for {asked[1]}; take a smaller --num-pages, --max-num-seqs, "
+                f"--max-model-len or model"
+            )
             raise typer.Exit(1) from error

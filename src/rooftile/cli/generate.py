@@ -15,6 +15,7 @@ from rooftile.cli.errors import print_error
 from rooftile.cli.options import BeamOptions, EngineOptions, SamplingOptions, with_options
 from rooftile.cli.prompts import collect_prompts
 from rooftile.cli.records import output_record
+from rooftile.cli.streams import takes_unicode
 
 if TYPE_CHECKING:
     from rooftile.engine.core import Params
@@ -132,7 +133,11 @@ def generate(
         outputs = _answer_all(llm, requests, params)
         for position, (text, output) in enumerate(zip(texts, outputs, strict=True)):
             if as_json:
-                print(json.dumps(_record(position, text, output), ensure_ascii=False))
+                print(
+                    json.dumps(
+                        _record(position, text, output), ensure_ascii=not takes_unicode(sys.stdout)
+                    )
+                )
             else:
                 _print_text(position, len(texts), text, output)
         failed = report_failures(outputs)

@@ -13,6 +13,7 @@ from rooftile.cli.doctor import doctor
 from rooftile.cli.errors import FriendlyGroup
 from rooftile.cli.generate import generate
 from rooftile.cli.serve import serve
+from rooftile.cli.streams import prepare_streams
 
 app = typer.Typer(
     name="rooftile",
@@ -36,6 +37,7 @@ def main(
 
     MODEL is a GGUF file, a directory in Hugging Face format, a hub id, or `demo`.
     """
+    prepare_streams()
 
 
 app.command()(generate)

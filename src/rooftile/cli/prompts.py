@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+MARK = "\ufeff"  # with which some programs begin a stream of text
+
 
 def collect_prompts(arguments: list[str] | None, source: str | None) -> list[str]:
     """Prompts from the arguments and from the file `source` ("-": standard input, line by line).
@@ -20,9 +22,12 @@ def collect_prompts(arguments: list[str] | None, source: str | None) -> list[str
         prompts += parse_lines(sys.stdin, "standard input")
     elif source is not None:
         with Path(source).open(encoding="utf-8") as lines:
-            prompts += parse_lines(lines, source)
+            try:
+                prompts += parse_lines(lines, source)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{source} is not UTF-8 text: {error}; convert it") from None
     elif not prompts and not sys.stdin.isatty():
-        text = sys.stdin.read().strip("\n")
+        text = sys.stdin.read().removeprefix(MARK).strip("\n")
         prompts += [text] if text else []
     if not prompts:
         raise typer.BadParameter(
@@ -37,7 +42,7 @@ def parse_lines(lines: Iterable[str], source: str) -> list[str]:
     """One prompt per line; a line that is a JSON object gives its "prompt". Blank lines are skipped."""
     prompts = []
     for number, line in enumerate(lines, start=1):
-        line = line.strip()
+        line = line.removeprefix(MARK).strip()
         if line:
             prompts.append(_parse_line(line, f"{source}, line {number}"))
     return prompts
