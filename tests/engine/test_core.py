@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rooftile.engine.core import EngineCore, SequenceDelta
+from rooftile.engine.memory import Demand
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Sequence
 from tests.engine.paged_oracle import (
@@ -245,6 +246,42 @@ def test_refusals_name_value_and_limit() -> None:
     assert_idle(core)
 
 
+@pytest.mark.parametrize("windows", [(5,), (None, 5), (1, 9), (3, None, 1)], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_window_group_holds_its_window_and_the_step_of_each_sequence(
+    windows: Windows, page_size: int, depth: int
+) -> None:
+    """Alone in window groups of the least size it runs up to max_model_len, and never keeps more."""
+    budget, longest = 7, 150
+    demand = Demand(page_size, 1, longest, budget)
+    pages = demand.pages(windows)
+    core, _, cache = make_core(
+        num_pages=pages, page_size=page_size, windows=windows, max_num_batched_tokens=budget,
+        max_model_len=longest, pipeline_depth=depth,
+    )  # fmt: skip
+    prompt = [5] * 60
+    core.add_request("a", prompt, params(max_tokens=None, ignore_eos=True))
+    collected = Collected()
+    most = [0] * len(windows)
+    while core.has_unfinished:
+        collected.take(core.step())
+        groups = cache.stats().groups
+        most = [max(before, group.in_use) for before, group in zip(most, groups, strict=True)]
+    expected = expected_output(prompt, 7, 0, longest - 60, ignore_eos=True, windows=windows)
+    assert collected.tokens["a", 0] == expected
+    for window, count in zip(windows, most, strict=True):
+        if window is None:
+            assert count >= (longest - 2) // page_size
+        else:
+            assert (count - 2) * page_size < window + budget
+    assert_idle(core)
+    # All of it but the last token, which was not computed, is found again.
+    core.add_request("b", [*prompt, *expected[:-1]], params(max_tokens=1))
+    cached = min((longest - 1) // page_size * page_size, longest - 2)
+    assert run(core).cached["b"] == cached
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, aborts, failures and steps: every finished text is right, nothing leaks."""
 
@@ -253,11 +290,18 @@ class EngineMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         windows=WINDOWS,
         tokens=st.integers(24, 72),
+        scarce=st.booleans(),
     )
-    def start(self, page_size: int, depth: int, windows: Windows, tokens: int) -> None:
+    def start(
+        self, page_size: int, depth: int, windows: Windows, tokens: int, scarce: bool
+    ) -> None:
         self.windows = windows
+        pages = [tokens // page_size] * len(windows)
+        if scarce:  # a window group only has what one sequence needs
+            least = Demand(page_size, 1, tokens, 12).pages(windows)
+            pages = [min(both) for both in zip(pages, least, strict=True)]
         self.core, self.runner, self.cache = make_core(
-            num_pages=tokens // page_size, page_size=page_size, pipeline_depth=depth,
+            num_pages=pages, page_size=page_size, pipeline_depth=depth,
             windows=windows, max_num_batched_tokens=12,
         )  # fmt: skip
         self.prompts: dict[str, list[int]] = {}
