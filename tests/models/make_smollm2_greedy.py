@@ -7,6 +7,7 @@ minute. tests/models/test_demo.py compares ours with it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +43,31 @@ PROMPTS = (
 )
 
 
-def token_ids(tokenizer: Any) -> list[list[int]]:
+def token_ids(tokenizer: Any, chat: Sequence[str], prompts: Sequence[str]) -> list[list[int]]:
     chats = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        for text in CHAT
+        for text in chat
     ]
-    return chats + [tokenizer.encode(text) for text in PROMPTS]
+    return chats + [tokenizer.encode(text) for text in prompts]
 
 
 def compute() -> list[dict[str, Any]]:
+    return compute_greedy(resolve("demo").path, CHAT, PROMPTS)
+
+
+def compute_greedy(path: Path, chat: Sequence[str], prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a fixture: what transformers makes of the GGUF file `path`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = resolve("demo").path
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     ).eval()
     rows = []
-    for text, ids in zip((*CHAT, *PROMPTS), token_ids(tokenizer), strict=True):
+    texts = (*chat, *prompts)
+    for text, ids in zip(texts, token_ids(tokenizer, chat, prompts), strict=True):
         with torch.inference_mode():
             output = model.generate(
                 torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
@@ -70,7 +76,7 @@ def compute() -> list[dict[str, Any]]:
         rows.append(
             {
                 "prompt": text,
-                "chat": text in CHAT,
+                "chat": text in chat,
                 "prompt_token_ids": ids,
                 "token_ids": new,
                 "text": tokenizer.decode(new, skip_special_tokens=True),

@@ -27,7 +27,7 @@ from rooftile.models.weights import WeightSource
 from rooftile.ops.rotary_table import DynamicScaling
 
 # Tokens that end a turn wherever a vocabulary has them as special tokens.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
