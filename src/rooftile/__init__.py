@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rooftile.engine.async_llm import AsyncLLM as AsyncLLM
     from rooftile.engine.llm import LLM as LLM
     from rooftile.engine.outputs import RequestOutput as RequestOutput
+    from rooftile.engine.params import BeamSearchParams as BeamSearchParams
     from rooftile.engine.params import SamplingParams as SamplingParams
     from rooftile.ops import append_kv as append_kv
     from rooftile.ops import attention as attention
@@ -64,6 +65,7 @@ MODULES = {
     "PackedWeight": "rooftile.types",
     "PagedBatch": "rooftile.types",
     "RequestOutput": "rooftile.engine.outputs",
+    "BeamSearchParams": "rooftile.engine.params",
     "SamplingParams": "rooftile.engine.params",
 }
 

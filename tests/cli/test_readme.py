@@ -13,11 +13,16 @@ README = Path(__file__).parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["engine", "operator"])
+@pytest.mark.parametrize("code", EXAMPLES, ids=["engine", "beams", "operator"])
 def test_examples_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(compile(code, str(README), "exec"), names)
-    if "llm" in names:
+    if "found" in names:
+        first, second = names["found"].outputs
+        assert first.score > second.score
+        assert names["score"].is_greedy is False  # of Rome
+        assert "True" in capsys.readouterr().out  # of one of the others
+    elif "llm" in names:
         assert "The capital of France is Paris." in capsys.readouterr().out
         assert names["llm"].stats().kv.in_use == 0
     else:
@@ -25,7 +30,7 @@ def test_examples_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_commands_exist(rooftile: Callable[..., Any]) -> None:
-    commands = re.findall(r"^rooftile ([a-z]+(?: engine)?) ", README.read_text(), re.MULTILINE)
-    assert len(commands) == 5
+    commands = re.findall(r"^rooftile ([a-z]+(?: engine| sharing)?) ", README.read_text(), re.MULTILINE)
+    assert len(commands) == 8
     for command in commands:
         assert rooftile(*command.split(), "--help").exit_code == 0

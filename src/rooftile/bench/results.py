@@ -37,15 +37,29 @@ class Result:
     peers: dict[str, float]
 
 
-def append(result: Result, machine: Host, root: Path = DIRECTORY) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class SharingResult:
+    """KV pages of a run: shares saved against a copy of each sequence, and the most at once."""
+
+    suite: str
+    case: str
+    saved_average: float  # over the steps
+    saved_peak: float
+    pages_peak: int
+    pages_peak_copied: int  # with a copy of each sequence
+    steps: int
+
+
+def append(result: Result | SharingResult, machine: Host, root: Path = DIRECTORY) -> Path:
     """Add one line to the suite's file of this machine; returns the file.
 
     Raises:
         ValueError: faster than the machine can be: the roofline model is wrong.
     """
-    if result.roofline_share is not None and result.roofline_share > 1:
+    share = result.roofline_share if isinstance(result, Result) else None
+    if share is not None and share > 1:
         raise ValueError(
-            f"{result.case} reaches {result.roofline_share:.2f} of the roofline of {machine.slug}; "
+            f"{result.case} reaches {share:.2f} of the roofline of {machine.slug}; "
             f"more than 1 means that rooftile.planning.hardware describes it wrongly"
         )
     row: dict[str, Any] = {

@@ -11,6 +11,7 @@ import typer
 from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
+from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
 
 if TYPE_CHECKING:
@@ -24,12 +25,18 @@ if TYPE_CHECKING:
 
 COUNTED = {"prefill": "prompt tokens", "output": "new tokens", "total": "prompt and new tokens"}
 
-bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed and memory.", no_args_is_help=True)
 
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure speed. Peers run the same requests from the same weights in the same process."""
+    """Measure speed and memory.
+
+    Peers run the same requests from the same weights in the same process.
+    """
+
+
+bench_app.command("sharing")(bench_sharing)
 
 
 @bench_app.command("engine")
