@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rooftile.bench.measure import Timing, measure, quantile
 from rooftile.bench.model_cost import least_seconds
 from rooftile.bench.results import Result, append
 from rooftile.bench.workloads import WORKLOADS, Request
-from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec
+from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec, MoeSpec
 from rooftile.planning.hardware import Machine
 
 
@@ -135,6 +136,17 @@ def test_least_time_of_a_workload_by_hand() -> None:
     assert bound is not None
     assert bound.unit == "matrix"
     assert bound.seconds == pytest.approx(flops + attention)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_takes() -> None:
+    slow = Machine("slow", 1, 1.0, 1.0, 1e9, 1e9)
+    layer = replace(CONFIG.layers[0], mlp=MoeSpec(num_experts=5, top_k=2, intermediate=6))
+    mixture = least_seconds(replace(CONFIG, layers=(layer,)), [Request((1,), 1)], slow)
+    dense = least_seconds(replace(CONFIG, layers=CONFIG.layers[:1]), [Request((1,), 1)], slow)
+    assert mixture is not None
+    assert dense is not None
+    one_expert = 2 * (8 * 12 + 6 * 8)
+    assert mixture.seconds == pytest.approx(dense.seconds + one_expert + 2 * 8 * 5)
 
 
 def test_decode_steps_read_the_weights_each() -> None:

@@ -414,3 +414,21 @@ def test_bfloat16_is_close(model_type: str, tmp_path: Path) -> None:
     # Each row as close as transformers' own bfloat16, up to its luck (a token may change experts).
     error, allowed = (actual - expected).norm(dim=1), (theirs - expected).norm(dim=1)
     assert float(error.median()) < 1.5 * float(allowed.median())
+
+
+@pytest.mark.parametrize("model_type", sorted({kind for kind, _ in CASES.values()}))
+def test_random_weights_of_every_family(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    options = next(options for kind, options in CASES.values() if kind == model_type)
+    config = AutoConfig.for_model(model_type, **{**hugging_face.SMALL, **options})
+    config.architectures = [
+        next(f.architectures[0] for f in FAMILIES if f.model_type == model_type)
+    ]
+    config.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), random_weights=True, dtype=torch.float32)
+    norm = loaded.decoder.norm
+    assert torch.equal(norm.weight + norm.offset, torch.ones(32)), "norms multiply by 1"
+    logits = PagedRunner(loaded.decoder).run((0, TOKENS))[0]
+    assert bool(logits.isfinite().all())
+    assert float(logits.std()) > 1e-4
