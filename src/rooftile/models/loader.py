@@ -71,7 +71,8 @@ def load_model(
     dtype: of weights and activations; `None`: bfloat16 on a GPU and on CPUs that compute in it,
         else float32.
     random_weights: only the configuration is read; weights are random, from `seed`.
-    max_model_len: tokens per sequence, at most what the model was made for.
+    max_model_len: tokens per sequence, at most what the model was made for. Dynamic scaling and
+        LongRoPE (Phi-3) go by it, never by a request: up to the original context short divisors.
     parallel: this process's place in a tensor-parallel group; it reads only its share.
     on_progress: told the phase's name and the share of the whole that is done, 0 to 1.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from rooftile.models.config import DecoderConfig
 from rooftile.models.families.common import (
@@ -53,7 +54,7 @@ def config(fields: Fields) -> DecoderConfig:
     )
 
 
-def gemma_options(fields: Fields) -> dict:
+def gemma_options(fields: Fields) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common, for `uniform_decoder`."""
     bias = fields.flag("attention_bias", False)
     attention = {
@@ -82,7 +83,7 @@ def gguf_config(file: GGUFFile, fields: Fields) -> DecoderConfig:
 
 
 def gguf_gemma(
-    file: GGUFFile, fields: Fields, period: int, layers_27b: int, attention: dict
+    file: GGUFFile, fields: Fields, period: int, layers_27b: int, attention: dict[str, Any]
 ) -> DecoderConfig:
     """Of Gemma 2 or 3; the file does not say how queries are scaled, so the size decides it."""
     plain = gguf_decoder(
