@@ -134,6 +134,18 @@ def test_gemma_says_what_its_metadata_can(tmp_path: Path) -> None:
         load_model(str(path))
 
 
+def test_the_first_files_of_gemma_2_lack_what_all_its_models_share(tmp_path: Path) -> None:
+    options = GEMMA | {"sliding_window": 4096}
+    model = hugging_face.random_model("gemma2", **options)
+    absent = dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+    )
+    gguf_files.write(tmp_path / "model.gguf", model, metadata=absent)
+    assert_equals(tmp_path / "model.gguf", model)
+    specs = load_model(str(tmp_path / "model.gguf")).decoder.kv_specs
+    assert [spec.window for spec in specs] == [4095, None, 4095]
+
+
 def test_the_largest_gemma_scales_queries_by_its_width(tmp_path: Path) -> None:
     """27B: hidden / heads, not head_dim; the file does not say so, the number of layers does."""
     options = GEMMA | {"query_pre_attn_scalar": 16, "hidden_size": 64, "num_hidden_layers": 46}

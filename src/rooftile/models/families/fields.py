@@ -26,7 +26,8 @@ class Fields:
 
     def filled(self, defaults: Mapping[str, Any]) -> Fields:
         """With these values for fields that are absent; one that is null stays null."""
-        return Fields({**defaults, **self.values}, self.where, self.prefix)
+        prefixed = {self.prefix + name: value for name, value in defaults.items()}
+        return Fields({**prefixed, **self.values}, self.where, self.prefix)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value, or `default` where the field is absent or null."""

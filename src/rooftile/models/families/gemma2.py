@@ -38,7 +38,8 @@ DEFAULTS = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-UNDERSTOOD = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+UNDERSTOOD = (*CAPS, "query_pre_attn_scalar")
 PERIOD = 2  # one layer of two sees everything
 # Layers of the 27B model, whose queries are scaled by hidden / heads and not by head_dim.
 LAYERS_27B = 46
@@ -79,6 +80,9 @@ def cap(fields: Fields, name: str) -> float:
 
 
 def gguf_config(file: GGUFFile, fields: Fields) -> DecoderConfig:
+    # Files of the model's first weeks lack these.
+    fields = fields.filled({name: DEFAULTS[name] for name in CAPS})
+    fields = fields.filled({"attention.sliding_window": DEFAULTS["sliding_window"]})
     return gguf_gemma(file, fields, PERIOD, LAYERS_27B, attention={})
 
 
