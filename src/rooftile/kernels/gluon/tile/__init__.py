@@ -1,0 +1,17 @@
+"""The tile layer: a small vocabulary in which a Hopper kernel reads as its algorithm.
+
+| word | file | what it is |
+| --- | --- | --- |
+| `Ring` | ring.py | stages of shared memory that TMA fills and consumers empty, in order |
+| `take_turn`, `pass_turn` | barrier.py | ping-pong: warpgroups that use a unit one after another |
+| `coordinates`, `describe` | rows.py | tiles of dense or ragged rows that the hardware clips |
+| `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
+| `OnlineSoftmax` | softmax.py | running row maximum and sum, lazy rescaling, software exp2 |
+| `visible`, `key_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
+| `run_tiles` | template.py | load, compute, finish: a persistent pipelined kernel from five functions |
+
+The modules define device code and run in three ways: compiled by Triton for sm_90a, compiled ahead
+of time on a machine without a GPU, and executed by the simulator of tests/support on a CPU. They
+do not use `from __future__ import annotations`, since Triton reads the annotations of aggregates.
+Integer division and remainder follow C on the GPU, so operands are kept non-negative.
+"""

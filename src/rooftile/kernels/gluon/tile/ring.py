@@ -1,0 +1,128 @@
+"""A ring of shared-memory stages that a producer fills by TMA and consumers empty, in order.
+
+    ring = new_ring(desc, 64, 128, stages=2, consumers=2)
+    at = first_fill()                          at = first_fill()
+
+    # producer                                 # each of the two consumers
+    for i in range(n):                         for i in range(n):
+        ring.acquire(at)                           ring.arrived(at)
+        ring.load(at, desc, [row(i), 0])           acc = multiply(a, ring.tile(at), acc)
+        at = ring.after(at)                        acc = wait(0, deps=[acc])
+                                                   ring.release(at)
+                                                   at = ring.after(at)
+
+A `Fill` says which stage comes next and in which phase its barriers are; each role keeps its own
+and carries it from tile to tile of a persistent loop.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from rooftile.kernels.triton_version import aggregate, tma_load
+
+
+@aggregate
+class Fill:
+    """One filling of one stage. Two numbers are kept rather than one count, since this costs the
+    loops of a kernel two instructions instead of ten."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, stage, phase):
+        self.stage = stage
+        self.phase = phase
+
+
+@gluon.jit
+def first_fill():
+    return Fill(gl.to_tensor(0), gl.to_tensor(0))
+
+
+@aggregate
+class Ring:
+    """Stages of one tile shape with their barriers; see the module for its use."""
+
+    buffers: gl.shared_memory_descriptor  # [stages, *box of the descriptor]
+    full: gl.shared_memory_descriptor  # [stages, 1] barriers: the fill has landed
+    empty: gl.shared_memory_descriptor  # [stages, 1] barriers: every consumer is done
+    stages: gl.constexpr
+    rows: gl.constexpr
+    columns: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, stages, rows, columns):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+        self.rows = gl.constexpr(rows)
+        self.columns = gl.constexpr(columns)
+
+    @gluon.jit
+    def after(self, at):
+        """The fill that follows `at`."""
+        if self.stages == 1:
+            return Fill(at.stage, at.phase ^ 1)
+        elif self.stages == 2:
+            return Fill(at.stage ^ 1, at.phase ^ at.stage)
+        else:
+            last = at.stage == self.stages - 1
+            return Fill(gl.where(last, 0, at.stage + 1), gl.where(last, at.phase ^ 1, at.phase))
+
+    @gluon.jit
+    def acquire(self, at):
+        """Producer: waits until the stage of this fill is free."""
+        mbarrier.wait(self.empty.index(at.stage), at.phase ^ 1)
+
+    @gluon.jit
+    def load(self, at, desc, coordinates):
+        """Producer: starts the copy of one box into the acquired stage."""
+        full = self.full.index(at.stage)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma_load(desc, coordinates, full, self.buffers.index(at.stage))
+
+    @gluon.jit
+    def arrived(self, at, pred=True):
+        """Consumer: waits until this fill has landed (does nothing where pred is false)."""
+        mbarrier.wait(self.full.index(at.stage), at.phase, pred=pred)
+
+    @gluon.jit
+    def tile(self, at):
+        """The [rows, columns] shared tile of this fill."""
+        return self.buffers.index(at.stage).reshape([self.rows, self.columns])
+
+    @gluon.jit
+    def box(self, at):
+        """The same memory in the descriptor's shape, as a TMA store takes it."""
+        return self.buffers.index(at.stage)
+
+    @gluon.jit
+    def release(self, at):
+        """Consumer: this fill will not be read again."""
+        mbarrier.arrive(self.empty.index(at.stage), count=1)
+
+
+@gluon.jit
+def new_ring(
+    desc,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    stages: gl.constexpr,
+    consumers: gl.constexpr,
+):
+    """Allocates a ring for boxes of `desc` and initialises its barriers.
+
+    rows, columns: the box without its leading dimensions of size 1.
+    consumers: how many releases free a stage. A fence must follow before roles split.
+    """
+    buffers = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_shape, desc.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    return Ring(buffers, full, empty, stages, rows, columns)

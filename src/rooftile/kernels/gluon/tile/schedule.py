@@ -1,0 +1,102 @@
+"""Which tile a persistent CTA takes next, and how its producer tells the consumers.
+
+    queue = new_queue(counter, fields=2, consumers=2, dynamic=True)
+    # producer (one warp)                      # each of the two consumers (four warps)
+    t, at = gl.program_id(0), first_fill()     at = first_fill()
+    while t < num_tiles:                       queue.arrived(at)
+        following = queue.draw(t)              while queue.field(at, 1) > 0:
+        queue.send(at, (row(t), blocks(t)))        row = queue.field(at, 0)
+        ...start the loads of tile t...            queue.release(at)
+        t, at = following, queue.after(at)         ...compute...
+    queue.send(at, (0, 0))                         at = queue.after(at)
+                                                   queue.arrived(at)
+
+The producer works out what a tile is, divisions and all, ahead of the consumers, who read the
+numbers from one of four slots of shared memory. Tiles follow in turn, t by t + number of CTAs, or
+are drawn from a counter in global memory that is zero at launch: with tiles sorted longest first
+this keeps every SM busy to the end, whatever the tiles cost.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from rooftile.kernels.gluon.tile.ring import Fill
+from rooftile.kernels.triton_version import aggregate
+
+_SLOTS = gl.constexpr(4)
+
+
+@aggregate
+class TileQueue:
+    """The tiles of one CTA as messages of a few int32; see the module for its use."""
+
+    counter: gl.tensor  # pointer to int32
+    slots: gl.shared_memory_descriptor  # [slots * fields, 1] int32
+    full: gl.shared_memory_descriptor  # [slots, 1] barriers
+    empty: gl.shared_memory_descriptor  # [slots, 1] barriers
+    fields: gl.constexpr
+    dynamic: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, counter, slots, full, empty, fields, dynamic):
+        self.counter = counter
+        self.slots = slots
+        self.full = full
+        self.empty = empty
+        self.fields = gl.constexpr(fields)
+        self.dynamic = gl.constexpr(dynamic)
+
+    @gluon.jit
+    def after(self, at):
+        """The slot that follows `at`."""
+        last = at.stage == _SLOTS - 1
+        return Fill(gl.where(last, 0, at.stage + 1), gl.where(last, at.phase ^ 1, at.phase))
+
+    @gluon.jit
+    def draw(self, t):
+        """Producer: the tile that this CTA takes after t."""
+        if self.dynamic:
+            return gl.num_programs(0) + gl.atomic_add(self.counter, 1)
+        else:
+            return t + gl.num_programs(0)
+
+    @gluon.jit
+    def send(self, at, message):
+        """Producer: hands a tuple of `fields` numbers to the consumers."""
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        mbarrier.wait(self.empty.index(at.stage), at.phase ^ 1)
+        for i in gl.static_range(self.fields):
+            slot = self.slots.index(at.stage * self.fields + i)
+            slot.store(gl.full([1], 0, gl.int32, L) + message[i])
+        mbarrier.arrive(self.full.index(at.stage), count=1)
+
+    @gluon.jit
+    def field(self, at, i: gl.constexpr):
+        """Consumer: one number of a message that has arrived."""
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.sum(self.slots.index(at.stage * self.fields + i).load(L), 0)
+
+    @gluon.jit
+    def arrived(self, at):
+        """Consumer: waits for a message."""
+        mbarrier.wait(self.full.index(at.stage), at.phase)
+
+    @gluon.jit
+    def release(self, at):
+        """Consumer: a message has been read."""
+        mbarrier.arrive(self.empty.index(at.stage), count=1)
+
+
+@gluon.jit
+def new_queue(counter, fields: gl.constexpr, consumers: gl.constexpr, dynamic: gl.constexpr):
+    """counter: pointer to an int32 that is 0 at launch (unused where not dynamic)."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    slots = gl.allocate_shared_memory(gl.int32, [_SLOTS * fields, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    return TileQueue(counter, slots, full, empty, fields, dynamic)

@@ -1,0 +1,1 @@
+"""Portable GPU kernels in Triton; its interpreter also runs them on a CPU."""

@@ -1,0 +1,98 @@
+"""What ptxas makes of the Hopper kernels, compiled here for sm_90a without a GPU.
+
+Needs Triton 3.6 (the version whose machine code is checked) and takes a few seconds a variant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip(
+        f"machine code is checked on Triton 3.6, this is {triton.__version__}",
+        allow_module_level=True,
+    )
+
+from triton.experimental.gluon import language as gl  # noqa: E402
+
+from rooftile.kernels.gluon import attention  # noqa: E402
+from tests.support.machine_code import (  # noqa: E402
+    SHARED_MEMORY,
+    MachineCode,
+    compile_for_hopper,
+    descriptor_type,
+)
+
+PLAIN = {"ragged": False, "dynamic": False, "has_left": False, "has_right": False,
+         "has_softcap": False, "has_sink": False}  # fmt: skip
+CAUSAL = {**PLAIN, "dynamic": True, "has_right": True}
+RAGGED = {**CAUSAL, "ragged": True}
+EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
+CONFIGS = {"64": attention.CONFIGS[64], "64 short": attention.SHORT_64,
+           "128": attention.CONFIGS[128], "256": attention.CONFIGS[256]}  # fmt: skip
+
+
+def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> MachineCode:
+    config = CONFIGS[name]
+    leading = [1] * (3 if features["ragged"] else 2)
+    types = dict.fromkeys(attention.attention_kernel.arg_names, "i32")
+    for x, rows in (("q", 64), ("k", config.block), ("v", config.block), ("o", 64)):
+        types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
+    types |= {
+        "lse": "*fp32",
+        "sink": "*fp32",
+        "entries": "*i32",
+        "factor": "fp32",
+        "softcap": "fp32",
+    }
+    constants = dict(attention.constants(config, **features))
+    return compile_for_hopper(attention.attention_kernel, types, constants)
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("64", PLAIN),
+        ("64", CAUSAL),
+        ("64 short", CAUSAL),
+        ("128", PLAIN),
+        ("128", CAUSAL),
+        ("128", RAGGED),
+        ("256", CAUSAL),
+        *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
+        *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),
+        pytest.param("256", PLAIN, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
+)
+def test_attention(name: str, features: dict[str, bool]) -> None:
+    code = compiled(name, features)
+    config = CONFIGS[name]
+    assert code.spills() == 0
+    assert code.shared_bytes <= SHARED_MEMORY
+    assert code.count("UTMALDG")
+    assert code.count("UTMASTG")
+    assert code.count("HGMMA")
+    loops = code.product_loops()
+    assert len(loops) >= config.groups
+    exponentials = config.block // 2  # a thread's share of a block's 64 rows
+    for loop in loops:
+        assert loop.hazards() == []
+        if loop.count("HGMMA.64x"):
+            assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
+
+
+def test_half_precision_compiles_too() -> None:
+    code = compiled("128", PLAIN, gl.float16)
+    assert code.spills() == 0
+    assert any(".F16" in x.name or "F32" in x.name for x in code.instructions if "HGMMA" in x.name)
+
+
+def test_the_list_of_ragged_tiles() -> None:
+    types = dict.fromkeys(attention.list_tiles_kernel.arg_names, "i32")
+    types |= {"entries": "*i32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
+    code = compile_for_hopper(attention.list_tiles_kernel, types, {"tile_rows": 128})
+    assert code.spills() == 0

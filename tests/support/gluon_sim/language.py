@@ -1,0 +1,217 @@
+"""Stand-ins for Triton's and Gluon's modules, in which device code is plain Python on torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.gluon_sim import machine
+from tests.support.gluon_sim.errors import SimulationError
+from tests.support.gluon_sim.memory import Descriptor, Tile, tile
+
+ROWS_OF_A_WARP = 16
+
+
+class Layout:
+    """A register or shared layout: kept out of the simulation."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(*args: Any, **options: Any) -> Layout:
+        return Layout()
+
+
+class Jitted:
+    """A jitted function: called, it runs in the current role; indexed by a grid, it launches."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else self.function.__get__(instance, owner)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: machine.launch(self.function, grid, *args, **options)
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    return jit_with_options if function is None else Jitted(function)
+
+
+def jit_with_options(function: Callable[..., Any]) -> Jitted:
+    return Jitted(function)
+
+
+def _pairwise(on_tensors: Callable[..., Any], on_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Any, b: Any) -> Any:
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            return on_numbers(a, b)
+        like = a if isinstance(a, Tensor) else b
+        a, b = (torch.as_tensor(x, dtype=like.dtype) for x in (a, b))
+        return tile(on_tensors(a, b))
+
+    return apply
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if not any(isinstance(x, Tensor) for x in (condition, a, b)):
+        return a if condition else b
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), torch.float32)
+    return tile(
+        torch.where(
+            torch.as_tensor(condition),
+            torch.as_tensor(a, dtype=dtype),
+            torch.as_tensor(b, dtype=dtype),
+        )
+    )
+
+
+def map_elementwise(function: Callable[..., Any], *args: Tensor, pack: int = 1) -> Any:
+    """Calls `function` on whole columns of packs: right where it does not branch on an element."""
+    args = tuple(x.as_subclass(Tensor) for x in torch.broadcast_tensors(*args))
+    shape = args[0].shape
+    columns = [tile(x) for arg in args for x in arg.reshape(-1, pack).unbind(1)]
+    results = function(*columns)
+    if not isinstance(results, tuple):
+        return tile(results.reshape(shape))
+    results = [x.as_subclass(Tensor) for x in results]
+    return tuple(
+        tile(torch.stack(results[i : i + pack], 1).reshape(shape))
+        for i in range(0, len(results), pack)
+    )
+
+
+def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
+    """The few instruction sequences that the tile layer uses."""
+    found = re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+); mov\.b32 \$0, \$1;", asm)
+    if found:
+        machine.named_barrier(found[1], int(found[2]), int(found[3]))
+        return args[0]
+    if "vote.sync.any" in asm:
+        changed = (args[0] != 1.0).as_subclass(Tensor).view(-1, ROWS_OF_A_WARP)
+        return tile(changed.any(1, keepdim=True).expand_as(changed).reshape(-1).to(torch.int32))
+    if "bra SAME" in asm:
+        x, alpha, changed = args
+        return where(changed != 0, x * alpha, x)
+    found = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", asm)
+    if found:
+        return args[0].to(torch.bfloat16 if found[1] == "bf16" else torch.float16)
+    raise SimulationError(f"the simulator does not know the assembly {asm!r}")
+
+
+def _sum(x: Tensor, axis: int) -> Any:
+    total = x.sum(axis, dtype=x.dtype)
+    return total if total.dim() else total.item()
+
+
+def _module(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    return module
+
+
+def modules() -> dict[str, ModuleType]:
+    """The stand-ins by the name that kernels import them under."""
+    layouts = (
+        "NVMMADistributedLayout",
+        "DotOperandLayout",
+        "SliceLayout",
+        "NVMMASharedLayout",
+        "BlockedLayout",
+        "SwizzledSharedLayout",
+    )
+    gl = _module(
+        "triton.experimental.gluon.language",
+        **dict.fromkeys(layouts, Layout),
+        tensor=Tile,
+        shared_memory_descriptor=object,
+        constexpr=lambda value: value,
+        bfloat16=torch.bfloat16,
+        float16=torch.float16,
+        float32=torch.float32,
+        int32=torch.int32,
+        int64=torch.int64,
+        static_range=range,
+        static_assert=_static_assert,
+        to_tensor=lambda value: value,
+        cdiv=lambda a, b: -(-a // b),
+        program_id=lambda axis: machine.role().cta.program_id[axis],
+        num_programs=lambda axis: machine.role().cta.launch.grid[axis],
+        minimum=_pairwise(torch.minimum, min),
+        maximum=_pairwise(torch.maximum, max),
+        zeros=lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
+        arange=lambda start, end, layout=None: tile(torch.arange(start, end, dtype=torch.int32)),
+        max=lambda x, axis: x.amax(axis),
+        sum=_sum,
+        exp2=torch.exp2,
+        log2=torch.log2,
+        where=where,
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
+        convert_layout=lambda x, layout: x,
+        map_elementwise=map_elementwise,
+        inline_asm_elementwise=inline_asm,
+        allocate_shared_memory=machine.allocate_shared_memory,
+        warp_specialize=machine.warp_specialize,
+        load=machine.load,
+        store=machine.store,
+        atomic_add=machine.atomic_add,
+    )
+    tma = _module(
+        "tma",
+        async_load=machine.tma_load,
+        async_store=machine.tma_store,
+        store_wait=machine.tma_store_wait,
+    )
+    mbarrier = _module(
+        "mbarrier",
+        MBarrierLayout=Layout,
+        init=lambda barrier, count: barrier.init(count),
+        wait=machine.mbarrier_wait,
+        expect=machine.mbarrier_expect,
+        arrive=machine.mbarrier_arrive,
+    )
+    hopper = _module(
+        "triton.experimental.gluon.language.nvidia.hopper",
+        tma=tma,
+        mbarrier=mbarrier,
+        warpgroup_mma=machine.warpgroup_mma,
+        warpgroup_mma_wait=machine.warpgroup_mma_wait,
+        fence_async_shared=machine.fence_async_shared,
+    )
+    gluon = _module(
+        "triton.experimental.gluon",
+        jit=jit,
+        constexpr_function=lambda function: function,
+        aggregate=lambda cls: cls,
+        language=gl,
+    )
+    prefix = "triton.experimental.gluon"
+    return {
+        "triton": _module("triton", __version__="3.6.0", cdiv=lambda a, b: -(-a // b)),
+        "triton.experimental": _module("triton.experimental", gluon=gluon),
+        prefix: gluon,
+        f"{prefix}._runtime": _module(f"{prefix}._runtime", GluonASTSource=None),
+        f"{prefix}.language": gl,
+        f"{prefix}.language.nvidia": _module(f"{prefix}.language.nvidia", hopper=hopper),
+        f"{prefix}.language.nvidia.hopper": hopper,
+        f"{prefix}.nvidia": _module(f"{prefix}.nvidia"),
+        f"{prefix}.nvidia.hopper": _module(f"{prefix}.nvidia.hopper", TensorDescriptor=Descriptor),
+    }
+
+
+def _static_assert(condition: bool, message: str = "") -> None:
+    if not condition:
+        raise SimulationError(f"static_assert: {message}")

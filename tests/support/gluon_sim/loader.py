@@ -1,0 +1,70 @@
+"""Imports kernel modules a second time, against the simulator's stand-ins for Triton."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from tests.support.gluon_sim import language
+
+_OURS = ("rooftile.kernels.gluon", "rooftile.kernels.triton_version")
+_cache: dict[str, ModuleType] = {}
+_simulated: dict[str, ModuleType] = {}
+
+
+def load_simulated(*names: str) -> Any:
+    """The modules of these names as the simulator runs them (one: the module itself).
+
+    The real modules, imported before or after, are untouched.
+    """
+    missing = [name for name in names if name not in _cache]
+    if missing:
+        _import(missing)
+    loaded = tuple(_cache[name] for name in names)
+    return loaded[0] if len(loaded) == 1 else loaded
+
+
+def _import(names: list[str]) -> None:
+    kernels = importlib.import_module("rooftile.kernels")
+    attributes = {
+        n: getattr(kernels, n) for n in ("gluon", "triton_version") if hasattr(kernels, n)
+    }
+    ours = {n: m for n, m in sys.modules.items() if n.startswith(_OURS)}
+    triton = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
+    for name in (*ours, *triton):
+        del sys.modules[name]
+    sys.modules.update(language.modules())
+    sys.modules.update(_simulated)  # modules of an earlier call are shared with this one
+    try:
+        for name in names:
+            _cache[name] = importlib.import_module(name)
+        _simulated.update({n: m for n, m in sys.modules.items() if n.startswith(_OURS)})
+        _poison_released_stages(sys.modules["rooftile.kernels.gluon.tile.ring"])
+    finally:
+        for name in [n for n in sys.modules if n.startswith((*_OURS, "triton"))]:
+            if name == "triton" or name.startswith(("triton.", *_OURS)):
+                del sys.modules[name]
+        sys.modules.update(ours)
+        sys.modules.update(triton)
+        for name in ("gluon", "triton_version"):
+            if name in attributes:
+                setattr(kernels, name, attributes[name])
+            elif hasattr(kernels, name):
+                delattr(kernels, name)
+
+
+def _poison_released_stages(ring: Any) -> None:
+    """Makes a stage NaN the moment its last consumer has released it."""
+    original = ring.Ring.__init__
+    if getattr(original, "poisons", False):
+        return
+
+    def init(self: Any, buffers: Any, full: Any, empty: Any, *rest: Any) -> None:
+        original(self, buffers, full, empty, *rest)
+        for i, barrier in enumerate(empty.barriers):
+            barrier.guards = buffers.index(i)
+
+    init.poisons = True  # type: ignore[attr-defined]
+    ring.Ring.__init__ = init

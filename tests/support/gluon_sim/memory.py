@@ -1,0 +1,146 @@
+"""Register tiles, shared memory, global memory and tensor descriptors of the simulated machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.gluon_sim.errors import SimulationError
+
+
+class Tile(torch.Tensor):
+    """A register tile: a torch tensor with the kernel language's conversions."""
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Tile:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def tile(x: Tensor) -> Tile:
+    return x.as_subclass(Tile)
+
+
+class SharedTile:
+    """A view of shared memory, with a record of who wrote it through the generic proxy.
+
+    unfenced: number of the task whose generic write still needs a proxy fence, -1 where none does.
+    """
+
+    def __init__(self, data: Tensor, unfenced: Tensor, barriers: Any = None) -> None:
+        self.data = data
+        self.unfenced = unfenced
+        self.dtype = data.dtype
+
+    def index(self, i: int) -> SharedTile:
+        i = int(i)
+        if not 0 <= i < self.data.shape[0]:
+            raise SimulationError(f"stage {i} of {self.data.shape[0]}")
+        return SharedTile(self.data[i], self.unfenced[i])
+
+    def reshape(self, shape: Sequence[int]) -> SharedTile:
+        return SharedTile(self.data.view(*shape), self.unfenced.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> SharedTile:
+        return SharedTile(self.data.permute(*order), self.unfenced.permute(*order))
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def read_by_hardware(self, what: str) -> Tensor:
+        """The contents as the copy engine or wgmma sees them."""
+        if bool((self.unfenced >= 0).any()):
+            raise SimulationError(f"{what} reads a generic write that no fence_async_shared covers")
+        return self.data.clone()
+
+    def poison(self) -> None:
+        self.data.fill_(nothing(self.dtype))
+        self.unfenced.fill_(-1)
+
+
+def nothing(dtype: torch.dtype) -> float | int:
+    """What memory that nobody wrote is filled with."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+class Pointer:
+    """A pointer argument: a flat view of its tensor's memory, and an offset."""
+
+    def __init__(self, memory: Tensor, offset: Any) -> None:
+        self.memory = memory
+        self.offset = offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+def flat(x: Tensor) -> Tensor:
+    """All of a tensor's storage, so that strides and wrong addresses act as on a GPU."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return torch.as_strided(x.detach(), (size,), (1,), 0)
+
+
+def pointer(x: Tensor) -> Pointer:
+    return Pointer(flat(x), x.storage_offset())
+
+
+class Descriptor:
+    """Stands for Gluon's TensorDescriptor, with the copy engine's own rules checked."""
+
+    def __init__(
+        self,
+        base: Tensor,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        block_shape: Sequence[int],
+        layout: Any,
+    ) -> None:
+        size = base.element_size()
+        rules = {
+            "at most five dimensions": len(shape) <= 5,
+            "one length for all": len(shape) == len(strides) == len(block_shape),
+            "a base that is a multiple of 16 bytes": base.data_ptr() % 16 == 0,
+            "a contiguous last dimension": strides[-1] == 1,
+            "strides that are multiples of 16 bytes": all(s * size % 16 == 0 for s in strides[:-1]),
+            "strides within 2^40 bytes": all(0 < s * size < 2**40 for s in strides[:-1]),
+            "positive dimensions below 2^32": all(0 < n < 2**32 for n in shape),
+            "boxes of at most 256 rows": max(block_shape) <= 256,
+        }
+        broken = [rule for rule, kept in rules.items() if not kept]
+        if broken:
+            raise SimulationError(f"descriptor breaks: {'; '.join(broken)}")
+        self.memory = flat(base)
+        self.offset = base.storage_offset()
+        self.shape, self.strides, self.block_shape = list(shape), list(strides), list(block_shape)
+        self.layout = layout
+        self.dtype = base.dtype
+
+    @property
+    def block_type(self) -> Any:
+        return SimpleNamespace(nbytes=math.prod(self.block_shape) * self.dtype.itemsize)
+
+    def addresses(self, coordinates: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Addresses of a box in elements, and which of them lie inside the tensor."""
+        if len(coordinates) != len(self.shape):
+            raise SimulationError(
+                f"{len(coordinates)} coordinates for {len(self.shape)} dimensions"
+            )
+        address = torch.zeros((), dtype=torch.int64)
+        inside = torch.ones((), dtype=torch.bool)
+        for d, (start, size, stride, extent) in enumerate(
+            zip(coordinates, self.block_shape, self.strides, self.shape, strict=True)
+        ):
+            at = int(start) + torch.arange(size).view(
+                [-1 if i == d else 1 for i in range(len(self.shape))]
+            )
+            address = address + at * stride  # wraps at 2^64 as the engine's arithmetic does
+            inside = inside & (at >= 0) & (at < extent)
+        address = address + self.offset
+        outside = inside & ((address < 0) | (address >= self.memory.numel()))
+        if bool(outside.any()):
+            raise SimulationError("the copy engine reaches beyond its tensor's memory")
+        return address, inside
