@@ -8,11 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.linear import FORMATS, LINEAR, best_format, linear, pack, unpack
+from rooftile.kernels.cpu import library
+from rooftile.ops.linear import FORMATS, LINEAR, LinearCall, best_format, linear, pack, unpack
 from rooftile.types import PackedWeight
 from tests.ops.accuracy import opcheck
 
 HERE = [f for f in FORMATS if FORMATS[f].refusal("cpu", torch.float32) is None]
+EXACT = [f for f in HERE if FORMATS[f].is_exact]
+QUANTISED = [f for f in HERE if not FORMATS[f].is_exact]
+# Largest code of each quantised format's range, from the least value of a group to the largest.
+STEPS = {"int8": 254, "int8_blocks": 254, "int4": 15}
+
+
+def skip_unless_possible(kernel: str, format: str, dtype: torch.dtype) -> None:
+    if FORMATS[format].refusal("cpu", dtype) is not None:
+        pytest.skip("not on this machine")
+    if LINEAR.refusal(LinearCall("cpu", dtype, format), kernel) is not None:
+        pytest.skip("not for this kernel")
 
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -33,7 +45,7 @@ def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 @pytest.mark.parametrize("kernel", LINEAR.families)
-@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("format", EXACT)
 @given(
     rows=st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 3), (33,)]),
     in_features=st.integers(1, 90),
@@ -52,8 +64,7 @@ def test_equals_the_oracle(
     has_bias: bool,
     seed: int,
 ) -> None:
-    if FORMATS[format].refusal("cpu", dtype) is not None:
-        pytest.skip("not on this machine")
+    skip_unless_possible(kernel, format, dtype)
     generator = torch.Generator().manual_seed(seed)
     # A slice of a wider tensor whose rest is NaN: not contiguous, and nothing else may be read.
     wide = torch.full((*rows, in_features + 5), torch.nan, dtype=dtype)
@@ -69,7 +80,107 @@ def test_equals_the_oracle(
     assert_close(out, x, weight, bias)
 
 
-@pytest.mark.parametrize("kernel", LINEAR.families)
+@pytest.mark.parametrize("format", QUANTISED)
+@given(
+    in_features=st.integers(1, 90),
+    out_features=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**32),
+)
+def test_quantised_weights_are_half_a_step_away_at_most(
+    format: str, in_features: int, out_features: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(in_features, out_features, generator=generator).to(dtype).T
+    weight[0] = 0.25  # a row without a range
+    packed = pack(weight, format)
+    values = unpack(packed)
+    assert values.dtype == torch.float32
+    assert values.shape == weight.shape == packed.shape
+    span = in_features if format == "int8" else 32
+    for start in range(0, in_features, span):
+        group, got = weight[:, start : start + span].double(), values[:, start : start + span]
+        low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
+        if format != "int4":
+            high = group.abs().amax(1, keepdim=True)
+            low = -high
+        # The search trades the ends of a range for its middle; scales have 16 bits.
+        most = (0.5 if format != "int4" else 2.5) * (high - low) / STEPS[format]
+        assert bool(((got - group).abs() <= 1.02 * most + 1e-3 * group.abs() + 1e-6).all())
+        plain = (high - low) / STEPS[format]
+        assert float((got - group).square().sum()) <= float(
+            (plain.square() / 4).expand_as(group).sum() + 1e-6
+        )
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("format", QUANTISED)
+@given(
+    rows=st.sampled_from([(), (0,), (1,), (2,), (5,), (7,), (2, 3), (33,), (200,)]),
+    in_features=st.integers(1, 150),
+    out_features=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_quantised_products_equal_those_of_the_dequantised_weight(
+    kernel: str,
+    format: str,
+    rows: tuple[int, ...],
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.full((*rows, in_features + 5), torch.nan, dtype=dtype)
+    wide[..., 2 : in_features + 2] = torch.randn(*rows, in_features, generator=generator)
+    x = wide[..., 2 : in_features + 2]
+    weight = torch.randn(out_features, in_features, generator=generator)
+    bias = torch.randn(out_features, generator=generator).to(dtype) if has_bias else None
+    packed = pack(weight, format)
+    out = linear(x, packed, bias, kernel=kernel).double()
+    dense, exact = unpack(packed).double(), x.double()
+    expected = exact @ dense.T if bias is None else exact @ dense.T + bias.double()
+    # Activations are rounded to 127 steps of the largest among 32.
+    step = torch.zeros_like(exact)
+    for start in range(0, in_features, 32):
+        group = exact[..., start : start + 32]
+        step[..., start : start + 32] = group.abs().amax(-1, keepdim=True) / 127
+    noise = 0 if kernel == "reference" else 0.5 * step @ dense.abs().T
+    total = exact.abs() @ dense.abs().T + 1
+    allowed = 1.01 * noise + torch.finfo(dtype).eps * (expected.abs() + 0.1) + 4e-6 * total
+    assert bool(((out - expected).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_does_not_look_finite_afterwards(format: str, bad: float) -> None:
+    x, packed = torch.randn(5, 70), pack(torch.randn(20, 70), format)
+    clean = linear(x, packed)
+    x[3, 40] = bad
+    out = linear(x, packed)
+    assert not bool(out[3].isfinite().any())
+    others = [0, 1, 2, 4]
+    assert torch.equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("format", [f for f in HERE if f not in ("dense", "onednn")])
+def test_results_do_not_depend_on_threads(format: str) -> None:
+    x, packed = torch.randn(70, 200), pack(torch.randn(333, 200), format)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(linear(x, packed, kernel="cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
 def test_half_precision_and_plain_tensors(kernel: str) -> None:
     x, weight = torch.randn(5, 24).half(), torch.randn(11, 24).half()
     out = linear(x, weight, kernel=kernel)
@@ -77,7 +188,7 @@ def test_half_precision_and_plain_tensors(kernel: str) -> None:
     assert torch.equal(out, linear(x, pack(weight, "dense"), kernel=kernel))
 
 
-@pytest.mark.parametrize("kernel", LINEAR.families)
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gradients(kernel: str, shape: tuple[int, ...], has_bias: bool) -> None:
@@ -106,6 +217,7 @@ def test_opcheck_and_compile(has_bias: bool) -> None:
     assert torch.equal(compiled(x, weight, bias), linear(x, weight, bias))
     for format in HERE:
         packed = pack(weight.detach(), format)
+        torch._dynamo.reset()  # each format compiles anew
         with torch.no_grad():
             out = torch.compile(lambda x: linear(x, packed, bias) * 2, fullgraph=True)(x)  # noqa: B023
             torch.testing.assert_close(out, linear(x, packed, bias) * 2)
@@ -135,6 +247,11 @@ def test_packing_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with pytest.raises(NotImplementedError, match="torch was built without oneDNN"):
         pack(weight, "onednn")
+    monkeypatch.setattr(library, "load", lambda: "there is no compiler")
+    with pytest.raises(NotImplementedError, match="'int4': there is no compiler; use format 'dens"):
+        pack(weight, "int4")
+    call = LinearCall("cpu", torch.float32, "tiled")
+    assert LINEAR.refusal(call, "cpu") == "there is no compiler"
     assert best_format("cpu", torch.float32) == "dense"
 
 

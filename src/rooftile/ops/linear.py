@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_float, check_same, check_shape, require
+from rooftile.kernels.cpu import weights
+from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator
 from rooftile.types import PackedWeight
 
@@ -29,12 +30,14 @@ class Format:
 
     refusal: (device type, dtype) -> `None`, or the reason why this machine cannot use it.
     pack: [out_features, in_features] -> the tensors of `PackedWeight.tensors`, in schema order.
-    unpack: these tensors -> [out_features, in_features].
+    unpack: a packed weight -> [out_features, in_features].
+    is_exact: values and dtype of the weight are kept; else it is quantised.
     """
 
     refusal: Callable[[str, torch.dtype], str | None]
     pack: Callable[[Tensor], dict[str, Tensor]]
-    unpack: Callable[[dict[str, Tensor]], Tensor]
+    unpack: Callable[[PackedWeight], Tensor]
+    is_exact: bool = True
 
 
 def _onednn_refusal(device: str, dtype: torch.dtype) -> str | None:
@@ -51,31 +54,54 @@ def _onednn_refusal(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _native_format(name: str) -> Format:
+    def packed(weight: Tensor) -> dict[str, Tensor]:
+        rows, columns = weight.shape
+        tensors = weights.empty(name, rows, columns, weight.dtype)
+        weights.put_rows(name, tensors, (rows, columns), weight)
+        return tensors
+
+    return Format(
+        refusal=lambda device, dtype: weights.refusal(name, device, dtype),
+        pack=packed,
+        unpack=lambda weight: weights.unpack(name, list(weight.tensors.values()), *weight.shape),
+        is_exact=name == "tiled",
+    )
+
+
 FORMATS = {
     "dense": Format(
         refusal=lambda device, dtype: None,
         pack=lambda weight: {"weight": weight},
-        unpack=lambda tensors: tensors["weight"],
+        unpack=lambda packed: packed.tensors["weight"],
     ),
     "onednn": Format(
         refusal=_onednn_refusal,
         pack=lambda weight: {"weight": torch.ops.mkldnn._reorder_linear_weight(weight.detach())},
-        unpack=lambda tensors: tensors["weight"].to_dense(),
+        unpack=lambda packed: packed.tensors["weight"].to_dense(),
     ),
+    "tiled": _native_format("tiled"),
+    "int8": _native_format("int8"),
+    "int8_blocks": _native_format("int8_blocks"),
+    "int4": _native_format("int4"),
 }
 
 
 def best_format(device: torch.device | str, dtype: torch.dtype) -> str:
     """The fastest format on this machine for inference with weights of `dtype` on `device`."""
     device = torch.device(device).type
-    return "onednn" if FORMATS["onednn"].refusal(device, dtype) is None else "dense"
+    usable = (f for f in ("tiled", "onednn") if FORMATS[f].refusal(device, dtype) is None)
+    return next(usable, "dense")
 
 
 def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, in_features]
     """The weight in the layout that the kernels of `format` read.
 
-    "dense" keeps the tensor itself (and its gradient); "onednn" is a copy in oneDNN's blocked
-    layout, for inference on a CPU in bfloat16 or float32.
+    "dense" keeps the tensor itself (and its gradient). The others are copies for inference on a
+    CPU: "onednn" and "tiled" in blocked layouts, in bfloat16 or float32; quantised are "int8"
+    (a scale for each row), "int8_blocks" (a scale for 32 columns of a row) and "int4" (a scale and
+    a minimum for 32 columns of a row, those with the least squared error among some tried).
+    Products with these take activations as bytes, with a scale for 32 of a token's.
 
     Raises:
         ValueError: an unknown format, or a weight that is not a floating-point matrix.
@@ -84,12 +110,16 @@ def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, 
     """
     require(
         format in FORMATS,
-        f"pack: format {format!r} does not exist; choose one of {', '.join(map(repr, FORMATS))}",
+        lambda: (
+            f"pack: format {format!r} does not exist; choose one of {', '.join(map(repr, FORMATS))}"
+        ),
     )
     check_float("pack", weight=weight)
     require(
         weight.dim() == 2,
-        f"pack: weight has shape {list(weight.shape)}; expected [out_features, in_features]",
+        lambda: (
+            f"pack: weight has shape {list(weight.shape)}; expected [out_features, in_features]"
+        ),
     )
     reason = FORMATS[format].refusal(weight.device.type, weight.dtype)
     if reason is None and format != "dense" and weight.requires_grad:
@@ -103,8 +133,8 @@ def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, 
 
 
 def unpack(weight: PackedWeight) -> Tensor:
-    """The weight as a dense tensor [out_features, in_features]."""
-    return FORMATS[weight.format].unpack(weight.tensors)
+    """The weight as a dense tensor [out_features, in_features]; float32 where it was quantised."""
+    return FORMATS[weight.format].unpack(weight)
 
 
 def linear(
@@ -126,22 +156,32 @@ def linear(
     if isinstance(weight, Tensor):
         require(
             weight.dim() == 2,
-            f"linear: weight has shape {list(weight.shape)}; expected [out_features, in_features]",
+            lambda: (
+                f"linear: weight has shape {list(weight.shape)}; expected [out_features, in_features]"
+            ),
         )
         weight = PackedWeight("dense", {"weight": weight}, (weight.shape[0], weight.shape[1]))
     require(
         weight.format in FORMATS,
-        f"linear: weight has format {weight.format!r}; pack it as one of "
-        f"{', '.join(map(repr, FORMATS))}",
+        lambda: (
+            f"linear: weight has format {weight.format!r}; pack it as one of "
+            f"{', '.join(map(repr, FORMATS))}"
+        ),
     )
     out_features, in_features = weight.shape
     tensors = list(weight.tensors.values())
     check_float("linear", x=x)
-    check_same("linear", x=x, weight=tensors[0], bias=bias)
+    check_same("linear", x=x, bias=bias)
+    if FORMATS[weight.format].is_exact:
+        check_same("linear", x=x, weight=tensors[0])
+    else:
+        check_device("linear", x=x, weight=tensors[0])
     require(
         x.dim() > 0 and x.shape[-1] == in_features,
-        f"linear: x has shape {list(x.shape)}; expected [..., in_features] with in_features = "
-        f"{in_features}, as the weight has",
+        lambda: (
+            f"linear: x has shape {list(x.shape)}; expected [..., in_features] with in_features = "
+            f"{in_features}, as the weight has"
+        ),
     )
     if bias is not None:
         check_shape("linear", "bias", bias, (out_features,), "[out_features]")
@@ -159,7 +199,7 @@ LINEAR = Operator(
     "linear",
     "(Tensor x, Tensor[] weight, str format, int out_features, Tensor? bias) -> Tensor",
     module="linear",
-    families=("torch", "reference"),
+    families=("cpu", "torch", "reference"),
     call=lambda x, weight, format, *_: LinearCall(x.device.type, x.dtype, format),
     fake=lambda x, weight, format, out_features, bias: x.new_empty((*x.shape[:-1], out_features)),
 )

@@ -7,13 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.cpu.arguments import FORMATS
+from rooftile.kernels.cpu.weights import unpack
 from rooftile.kernels.reference.precision import widen
 
 
 def linear(
     x: Tensor, weight: list[Tensor], format: str, out_features: int, bias: Tensor | None
 ) -> Tensor:
-    dense = weight[0].to_dense() if format == "onednn" else weight[0]
+    if format in FORMATS:
+        dense = unpack(format, weight, out_features, x.shape[-1])
+    else:
+        dense = weight[0].to_dense() if format == "onednn" else weight[0]
     y = widen(x) @ widen(dense).T
     if bias is not None:
         y = y + widen(bias)
@@ -21,7 +26,8 @@ def linear(
 
 
 def supports(call: Any) -> str | None:
-    return None if call.format in ("dense", "onednn") else f"it cannot read {call.format!r}"
+    known = call.format in ("dense", "onednn", *FORMATS)
+    return None if known else f"it cannot read {call.format!r}"
 
 
 KERNELS = {"linear": Kernel(linear, supports, efficiency=0.1)}

@@ -1,0 +1,1 @@
+"""Kernels for a CPU in plain C++ (`native/`), called through ctypes."""

@@ -1,0 +1,88 @@
+"""The native library: found beside this file, in the user's cache, or compiled into it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from rooftile.kernels.cpu.arguments import declare
+from rooftile.kernels.cpu.compile import compile_library, find_compiler, library_name
+
+LEVEL_NAMES = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+
+
+@cache
+def load() -> ctypes.CDLL | str:
+    """The library, or the reason why this machine does not have it."""
+    if os.environ.get("ROOFTILE_CPU_KERNELS") == "0":
+        return "the native CPU kernels are switched off by ROOFTILE_CPU_KERNELS=0"
+    if sys.byteorder != "little":
+        return "the native CPU kernels need a little-endian machine"
+    path = _find()
+    if isinstance(path, str):
+        return path
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the native CPU kernels cannot be loaded: {error}"
+    declare(library)
+    library.rooftile_choose(_level())
+    return library
+
+
+def native() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        NotImplementedError: this machine does not have it; says why.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise NotImplementedError(library)
+    return library
+
+
+def refusal() -> str | None:
+    """Why there are no native kernels here, or `None`."""
+    library = load()
+    return library if isinstance(library, str) else None
+
+
+@cache
+def level() -> str:
+    """The instructions in use, such as "avx512_bf16"."""
+    library = load()
+    return "none" if isinstance(library, str) else library.rooftile_choose(_level()).decode()
+
+
+def _level() -> int:
+    """ROOFTILE_CPU_LEVEL lowers the instructions used, to measure or to test older machines."""
+    name = os.environ.get("ROOFTILE_CPU_LEVEL", LEVEL_NAMES[-1])
+    return LEVEL_NAMES.index(name) if name in LEVEL_NAMES else len(LEVEL_NAMES) - 1
+
+
+def _find() -> Path | str:
+    name = library_name()
+    cached = _cache_directory() / name
+    for path in (Path(__file__).parent / name, cached):
+        if path.is_file():
+            return path
+    compiler = find_compiler()
+    if compiler is None:
+        return (
+            "the native CPU kernels are not compiled and there is no C++ compiler; install g++ or "
+            "clang++ (they are compiled on next use), or set CXX"
+        )
+    try:
+        compile_library(cached, compiler)
+    except (RuntimeError, OSError) as error:
+        return f"the native CPU kernels do not compile: {error}"
+    return cached
+
+
+def _cache_directory() -> Path:
+    root = os.environ.get("ROOFTILE_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    return Path(root or Path.home() / ".cache") / "rooftile"

@@ -1,0 +1,347 @@
+// Attention over pages (Dao 2023, "FlashAttention-2", algorithm 1), query heads of a group packed
+// into rows. Keys and values are repacked, a block at a time, as the products read weights.
+
+constexpr int ROWS = 48;        // query rows of an item
+constexpr int BLOCK_KEYS = 64;  // keys whose scores are computed at once
+constexpr int KEY_TILES = BLOCK_KEYS / TILE;
+// A request that is one item (decoding) and longer than LONG keys is cut into parts of PART keys: at
+// fixed places, so that its result depends on nothing but its length.
+constexpr int LONG = 768, PART = 512;
+
+// tanh to a few units in the last place: the rational approximation of Eigen (generic_fast_tanh).
+inline F tanh(F x) {
+    x = max(set1(-7.90531110763549805f), min(set1(7.90531110763549805f), x));
+    F y = x * x;
+    F p = set1(-2.76076847742355e-16f);
+    p = fma(p, y, set1(2.00018790482477e-13f));
+    p = fma(p, y, set1(-8.60467152213735e-11f));
+    p = fma(p, y, set1(5.12229709037114e-08f));
+    p = fma(p, y, set1(1.48572235717979e-05f));
+    p = fma(p, y, set1(6.37261928875436e-04f));
+    p = fma(p, y, set1(4.89352455891786e-03f));
+    F q = set1(1.19825839466702e-06f);
+    q = fma(q, y, set1(1.18534705686654e-04f));
+    q = fma(q, y, set1(2.26843463243900e-03f));
+    q = fma(q, y, set1(4.89352518554385e-03f));
+    return x * p / q;
+}
+
+// How blocks of keys and values are laid out: pairs of bfloat16, or float32.
+#if ROOFTILE_BF16
+struct Paired {
+    using Value = bf16;      // of queries and weights
+    using Packed = uint32_t;  // of keys and values
+    static constexpr int DEPTH = 2;
+
+    static void pack_keys(const char* const* rows, int32_t, int64_t dim, int64_t padded, uint32_t* out) {
+        if (dim % 32 == 0) {
+            auto words = reinterpret_cast<const uint32_t* const*>(rows);
+            for (int64_t c = 0; c < dim / 2; c += 16) transpose(words, c, out + c * TILE);
+            return;
+        }
+        for (int lane = 0; lane < TILE; ++lane) {
+            auto row = reinterpret_cast<const bf16*>(rows[lane]);
+            for (int64_t i = 0; i < padded; i += 2) {
+                uint32_t first = i < dim ? row[i].bits : 0, second = i + 1 < dim ? row[i + 1].bits : 0;
+                out[i / 2 * TILE + lane] = first | second << 16;
+            }
+        }
+    }
+    static void pack_values(const char* const* rows, int32_t, int64_t keys, int64_t dim,
+                            int64_t tile, uint32_t* out) {
+        for (int64_t j = 0; j < keys; j += 2) {
+            auto a = reinterpret_cast<const bf16*>(rows[j]), b = reinterpret_cast<const bf16*>(rows[j + 1]);
+            uint32_t* to = out + j / 2 * TILE;
+            int64_t i = 0;
+            for (; i + 32 <= dim; i += 32) interleave(a + i, b + i, to + i / TILE * tile, tile);
+            for (; i < up(dim, TILE); ++i)
+                to[i / TILE * tile + i % TILE] =
+                    i < dim ? a[i].bits | static_cast<uint32_t>(b[i].bits) << 16 : 0;
+        }
+    }
+    template <int N>
+    static void product(int m, const bf16* x, int64_t x_row, const uint32_t* w, int64_t w_tile,
+                        int64_t depth, float* out, int64_t out_row, bool add) {
+        product_bf16_of<N>(m, reinterpret_cast<const uint32_t*>(x), x_row / 2, w, w_tile, depth / 2,
+                           out, out_row, add);
+    }
+    static void put_weight(bf16* to, F x) { store_quick(to, x); }
+};
+#endif
+
+struct Single {
+    using Value = float;
+    using Packed = float;
+    static constexpr int DEPTH = 1;
+
+    static void pack_keys(const char* const* rows, int32_t dtype, int64_t dim, int64_t padded, float* out) {
+        float* row = scratch(padded);
+        for (int lane = 0; lane < TILE; ++lane) {
+            get(row, rows[lane], 0, dim, dtype);
+            for (int64_t i = 0; i < dim; ++i) out[i * TILE + lane] = row[i];
+            for (int64_t i = dim; i < padded; ++i) out[i * TILE + lane] = 0;
+        }
+    }
+    static void pack_values(const char* const* rows, int32_t dtype, int64_t keys, int64_t dim,
+                            int64_t tile, float* out) {
+        float* row = scratch(up(dim, TILE));
+        for (int64_t j = 0; j < keys; ++j) {
+            for (int64_t i = dim; i < up(dim, TILE); ++i) row[i] = 0;
+            get(row, rows[j], 0, dim, dtype);
+            for (int64_t i = 0; i < dim; i += TILE) store(out + i / TILE * tile + j * TILE, load(row + i));
+        }
+    }
+    template <int N>
+    static void product(int m, const float* x, int64_t x_row, const float* w, int64_t w_tile,
+                        int64_t depth, float* out, int64_t out_row, bool add) {
+        product_f32_of<N>(m, x, x_row, w, w_tile, depth, out, out_row, add);
+    }
+    static void put_weight(float* to, F x) { store(to, x); }
+};
+
+struct Item {
+    int32_t request, kv_head, row, rows;  // rows of the request's queries x heads of the group
+    int32_t first, end;                   // keys
+    int32_t part, parts, split;           // split: which of the cut items; -1: whole
+};
+
+struct Partials {
+    float* values;  // of each part: [rows][v_padded] sums, then largest scores, then denominators
+    int64_t each;
+    std::atomic<int32_t>* finished;  // parts of each split
+    const int32_t* start;            // of each split: its first part
+};
+
+// Rows' results from their sums: out = sums / denominator, with the sink.
+inline void finish_row(const Attention& a, int64_t token, int64_t head, const float* sums, float most,
+                       float denominator, float* row) {
+    float factor = 1;
+    if (a.sink) {
+        float sink = a.sink[head], top = sink > most ? sink : most;
+        if (top > -INFINITY) {
+            factor = most > -INFINITY ? std::exp(most - top) : 0;
+            denominator = denominator * factor + std::exp(sink - top);
+            most = top;
+        }
+    }
+    // NaN is not equal to 0, and so comes out.
+    float scale = denominator == 0 ? 0 : factor / denominator;
+    for (int64_t i = 0; i < a.v_dim; ++i) row[i] = sums[i] * scale;
+    int64_t at = token * a.num_q_heads + head;
+    put(a.out, at * a.v_dim, row, a.v_dim, a.out_dtype);
+    if (a.lse) a.lse[at] = denominator == 0 ? -INFINITY : most + std::log(denominator);
+}
+
+template <class Layout>
+inline void attend(const Attention& a, const Item& item, const Partials& partials, const char* zeros) {
+    using Value = typename Layout::Value;
+    using Packed = typename Layout::Packed;
+    int64_t group = a.num_q_heads / a.num_kv_heads, k_padded = up(a.k_dim, 2 * Layout::DEPTH);
+    int64_t v_padded = up(a.v_dim, TILE), v_tiles = v_padded / TILE;
+    int64_t begin = a.cu_seqlens_q[item.request];
+    int64_t q_len = a.cu_seqlens_q[item.request + 1] - begin, kv_len = a.kv_lens[item.request];
+    const int32_t* table = a.page_table + item.request * a.table_row;
+    int64_t v_tile = BLOCK_KEYS / Layout::DEPTH * TILE, k_tile = k_padded / Layout::DEPTH * TILE;
+    int64_t bytes = dtype_bytes(a.dtype);
+
+    Memory memory(up(ROWS * k_padded * 4, 64) + up(KEY_TILES * k_tile * 4, 64) +
+                  up(v_tiles * v_tile * 4, 64) + ROWS * (BLOCK_KEYS * 8 + v_padded * 4 + TILE * 4));
+    char* at = memory.data;
+    auto take = [&](int64_t size) { char* here = at; at += up(size, 64); return here; };
+    auto q = reinterpret_cast<Value*>(take(ROWS * k_padded * static_cast<int64_t>(sizeof(Value))));
+    auto keys = reinterpret_cast<Packed*>(take(KEY_TILES * k_tile * 4));
+    auto values = reinterpret_cast<Packed*>(take(v_tiles * v_tile * 4));
+    auto scores = reinterpret_cast<float*>(take(ROWS * BLOCK_KEYS * 4));
+    auto weights = reinterpret_cast<Value*>(take(ROWS * BLOCK_KEYS * 4));
+    auto sums = reinterpret_cast<float*>(take(ROWS * v_padded * 4));
+    auto totals = reinterpret_cast<float*>(take(ROWS * TILE * 4));
+    float most[ROWS];
+    int32_t low[ROWS], high[ROWS];  // keys that a row sees
+
+    for (int r = 0; r < item.rows; ++r) {
+        int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
+        float* row = scratch(k_padded);
+        for (int64_t i = a.k_dim; i < k_padded; ++i) row[i] = 0;
+        get(row, a.q, (begin + query) * a.q_token + head * a.q_head, a.k_dim, a.q_dtype);
+        put(q + r * k_padded, row, k_padded);
+        int64_t position = kv_len - q_len + query;
+        int64_t from = a.left < 0 ? 0 : position - a.left, to = a.right < 0 ? kv_len : position + a.right + 1;
+        low[r] = static_cast<int32_t>(from < 0 ? 0 : from);
+        high[r] = static_cast<int32_t>(to > kv_len ? kv_len : to);
+        most[r] = -INFINITY;
+        store(totals + r * TILE, zero());
+        for (int64_t i = 0; i < v_padded; i += 16) store(sums + r * v_padded + i, zero());
+    }
+
+    const char *key_rows[BLOCK_KEYS], *value_rows[BLOCK_KEYS];
+    for (int32_t first = item.first; first < item.end; first += BLOCK_KEYS) {
+        int count = item.end - first < BLOCK_KEYS ? item.end - first : BLOCK_KEYS;
+        int tiles = (count + TILE - 1) / TILE;
+        for (int j = 0; j < tiles * TILE; ++j) {
+            key_rows[j] = value_rows[j] = zeros;
+            if (j >= count) continue;
+            int64_t page = table[(first + j) / a.page_size], offset = (first + j) % a.page_size;
+            key_rows[j] = a.k.data + (page * a.k.page + item.kv_head * a.k.head + offset * a.k.slot) * bytes;
+            value_rows[j] = a.v.data + (page * a.v.page + item.kv_head * a.v.head + offset * a.v.slot) * bytes;
+        }
+        for (int t = 0; t < tiles; ++t)
+            Layout::pack_keys(key_rows + t * TILE, a.dtype, a.k_dim, k_padded, keys + t * k_tile);
+        for (int r = 0; r < item.rows;) {
+            int m = tokens_at_once(item.rows - r);
+            for (int t = 0; t < tiles;) {
+                int n = t + TILES_AT_ONCE <= tiles ? TILES_AT_ONCE : 1;
+                float* to = scores + r * BLOCK_KEYS + t * TILE;
+                if (n == 1)
+                    Layout::template product<1>(m, q + r * k_padded, k_padded, keys + t * k_tile,
+                                                k_tile, k_padded, to, BLOCK_KEYS, false);
+                else
+                    Layout::template product<TILES_AT_ONCE>(m, q + r * k_padded, k_padded,
+                                                            keys + t * k_tile, k_tile, k_padded, to,
+                                                            BLOCK_KEYS, false);
+                t += n;
+            }
+            r += m;
+        }
+        for (int r = 0; r < item.rows; ++r) {
+            float* s = scores + r * BLOCK_KEYS;
+            Value* w = weights + r * BLOCK_KEYS;
+            bool whole = low[r] <= first && high[r] >= first + tiles * TILE;
+            F top = set1(-INFINITY);
+            for (int t = 0; t < tiles; ++t) {
+                F x = load(s + t * TILE) * set1(a.scale);
+                if (a.softcap != 0) x = tanh(x * set1(1 / a.softcap)) * set1(a.softcap);
+                if (!whole) x = keep(x, low[r] - first - t * TILE, high[r] - first - t * TILE);
+                store(s + t * TILE, x);
+                top = max(top, x);
+            }
+            float peak = largest(top);
+            if (peak > most[r]) {
+                float factor = most[r] > -INFINITY ? std::exp(most[r] - peak) : 0;
+                most[r] = peak;
+                F f = set1(factor);
+                store(totals + r * TILE, load(totals + r * TILE) * f);
+                for (int64_t i = 0; i < v_padded; i += 16)
+                    store(sums + r * v_padded + i, load(sums + r * v_padded + i) * f);
+            }
+            F shift = set1(most[r] > -INFINITY ? most[r] : 0), total = load(totals + r * TILE);
+            for (int t = 0; t < tiles; ++t) {
+                F weight = exp(load(s + t * TILE) - shift);
+                total = total + weight;
+                Layout::put_weight(w + t * TILE, weight);
+            }
+            store(totals + r * TILE, total);
+        }
+        Layout::pack_values(value_rows, a.dtype, tiles * TILE, a.v_dim, v_tile, values);
+        for (int r = 0; r < item.rows;) {
+            int m = tokens_at_once(item.rows - r);
+            for (int64_t t = 0; t < v_tiles;) {
+                int n = t + TILES_AT_ONCE <= v_tiles ? TILES_AT_ONCE : 1;
+                float* to = sums + r * v_padded + t * TILE;
+                if (n == 1)
+                    Layout::template product<1>(m, weights + r * BLOCK_KEYS, BLOCK_KEYS,
+                                                values + t * v_tile, v_tile, tiles * TILE, to,
+                                                v_padded, true);
+                else
+                    Layout::template product<TILES_AT_ONCE>(m, weights + r * BLOCK_KEYS, BLOCK_KEYS,
+                                                            values + t * v_tile, v_tile,
+                                                            tiles * TILE, to, v_padded, true);
+                t += n;
+            }
+            r += m;
+        }
+    }
+
+    if (item.split < 0) {
+        for (int r = 0; r < item.rows; ++r) {
+            int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
+            finish_row(a, begin + query, head, sums + r * v_padded, most[r],
+                       sum(load(totals + r * TILE)), scratch(v_padded));
+        }
+        return;
+    }
+    float* mine = partials.values + (partials.start[item.split] + item.part) * partials.each;
+    for (int r = 0; r < item.rows; ++r) {
+        memcpy(mine + r * v_padded, sums + r * v_padded, static_cast<size_t>(v_padded) * 4);
+        mine[ROWS * v_padded + r] = most[r];
+        mine[ROWS * (v_padded + 1) + r] = sum(load(totals + r * TILE));
+    }
+    // Whoever finishes a split merges all its parts, always in their order.
+    if (partials.finished[item.split].fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
+    const float* all = partials.values + partials.start[item.split] * partials.each;
+    for (int r = 0; r < item.rows; ++r) {
+        float peak = -INFINITY, denominator = 0;
+        for (int p = 0; p < item.parts; ++p) {
+            float one = all[p * partials.each + ROWS * v_padded + r];
+            peak = one > peak ? one : peak;
+        }
+        for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] = 0;
+        for (int p = 0; p < item.parts; ++p) {
+            const float* one = all + p * partials.each;
+            float top = one[ROWS * v_padded + r], factor = top > -INFINITY ? std::exp(top - peak) : 0;
+            denominator += factor * one[ROWS * (v_padded + 1) + r];
+            for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] += factor * one[r * v_padded + i];
+        }
+        int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
+        finish_row(a, begin + query, head, sums + r * v_padded, peak, denominator, scratch(v_padded));
+    }
+}
+
+void attention(const Attention& a, int threads) {
+    int64_t group = a.num_q_heads / a.num_kv_heads, v_padded = up(a.v_dim, TILE);
+    std::vector<Item> items;
+    std::vector<int32_t> starts;
+    int32_t parts_in_all = 0;
+    for (int32_t i = 0; i < a.batch; ++i) {
+        int64_t q_len = a.cu_seqlens_q[i + 1] - a.cu_seqlens_q[i], kv_len = a.kv_lens[i];
+        int64_t rows = q_len * group;
+        // The last rows see the most keys where attention is causal: they go first.
+        for (int64_t row = (rows + ROWS - 1) / ROWS * ROWS - ROWS; row >= 0; row -= ROWS) {
+            int64_t count = rows - row < ROWS ? rows - row : ROWS;
+            int64_t first_position = kv_len - q_len + row / group;
+            int64_t last_position = kv_len - q_len + (row + count - 1) / group;
+            int64_t first = a.left < 0 ? 0 : first_position - a.left;
+            int64_t end = a.right < 0 ? kv_len : last_position + a.right + 1;
+            first = first < 0 ? 0 : first;
+            end = end > kv_len ? kv_len : end;
+            if (end < first) end = first;
+            bool cut = rows <= ROWS && end - first > LONG;
+            int32_t parts = cut ? static_cast<int32_t>((end - first + PART - 1) / PART) : 1;
+            for (int32_t h = 0; h < a.num_kv_heads; ++h) {
+                int32_t split = cut ? static_cast<int32_t>(starts.size()) : -1;
+                if (cut) {
+                    starts.push_back(parts_in_all);
+                    parts_in_all += parts;
+                }
+                for (int32_t p = 0; p < parts; ++p) {
+                    int64_t from = first + p * PART, to = cut && p + 1 < parts ? from + PART : end;
+                    items.push_back({i, h, static_cast<int32_t>(row), static_cast<int32_t>(count),
+                                     static_cast<int32_t>(from), static_cast<int32_t>(to), p, parts,
+                                     split});
+                }
+            }
+        }
+    }
+    std::vector<std::atomic<int32_t>> finished(starts.size());
+    for (auto& f : finished) f.store(0, std::memory_order_relaxed);
+    int64_t each = ROWS * (v_padded + 2), widest = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
+    int64_t zero_bytes = up(widest * 4 + 64, 64);
+    Memory memory(zero_bytes + parts_in_all * each * 4);
+    memset(memory.data, 0, static_cast<size_t>(zero_bytes));
+    Partials partials{reinterpret_cast<float*>(memory.data + zero_bytes), each, finished.data(), starts.data()};
+    parallel(threads, static_cast<int64_t>(items.size()), [&](int64_t i) {
+#if ROOFTILE_BF16
+        if (a.dtype == BFLOAT16) {
+            attend<Paired>(a, items[static_cast<size_t>(i)], partials, memory.data);
+            return;
+        }
+#endif
+        attend<Single>(a, items[static_cast<size_t>(i)], partials, memory.data);
+    });
+    // Tokens after the last request are padding.
+    int64_t used = a.batch ? a.cu_seqlens_q[a.batch] : 0, heads = a.num_q_heads;
+    int64_t bytes = dtype_bytes(a.out_dtype) * heads * a.v_dim;
+    if (a.tokens > used)
+        memset(static_cast<char*>(a.out) + used * bytes, 0, static_cast<size_t>((a.tokens - used) * bytes));
+    if (a.lse)
+        for (int64_t i = used * heads; i < a.tokens * heads; ++i) a.lse[i] = -INFINITY;
+}
