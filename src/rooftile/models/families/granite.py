@@ -45,11 +45,12 @@ def config(fields: Fields) -> DecoderConfig:
 
 
 def gguf_config(file: GGUFFile, fields: Fields) -> DecoderConfig:
+    name = "attention.scale"
     return gguf_decoder(
         file,
         fields,
         understood=SCALES,
-        attention={"softmax_scale": fields.number("attention.scale", 1.0)},
+        attention={"softmax_scale": fields.number(name) if fields.get(name) else None},
         embedding_scale=fields.number("embedding_scale", 1.0),
         residual_scale=fields.number("residual_scale", 1.0),
         logits_scale=1 / fields.number("logit_scale", 1.0),
