@@ -280,6 +280,10 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         r"window is \(-1, 0\)": lambda: attention(q, k, k, window=(-1, 0)),
         "softcap is -1": lambda: attention(q, k, k, softcap=-1.0),
         "softmax_scale is nan": lambda: attention(q, k, k, softmax_scale=math.nan),
+        "softmax_scale is 1000": lambda: attention(q, k, k, softmax_scale=10**400),
+        "softmax_scale is big": lambda: attention(q, k, k, softmax_scale="big"),  # type: ignore[arg-type]
+        "softcap is None": lambda: attention(q, k, k, softcap=None),  # type: ignore[arg-type]
+        r"window is 5; expected \(left": lambda: attention(q, k, k, window=5),  # type: ignore[arg-type]
         r"sink has shape \[2\]; expected \[num_q_heads\] = \[4\]": lambda: attention(
             q, k, k, sink=torch.zeros(2)
         ),

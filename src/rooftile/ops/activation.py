@@ -43,7 +43,7 @@ def gelu_and_mul(  # x [..., 2 * size]
     _check("gelu_and_mul", x)
     require(
         approximate in APPROXIMATIONS,
-        f"gelu_and_mul: approximate is {approximate!r}; choose 'none' or 'tanh'",
+        lambda: f"gelu_and_mul: approximate is {approximate!r}; choose 'none' or 'tanh'",
     )
     return GATED_ACTIVATION.handle(x, APPROXIMATIONS[approximate], kernel)
 
@@ -52,8 +52,10 @@ def _check(name: str, x: Tensor) -> None:
     check_float(name, x=x)
     require(
         x.dim() > 0 and x.shape[-1] % 2 == 0,
-        f"{name}: x has shape {list(x.shape)}; its last dimension holds gate and value one after "
-        f"the other, so it must be even",
+        lambda: (
+            f"{name}: x has shape {list(x.shape)}; its last dimension holds gate and value one after "
+            f"the other, so it must be even"
+        ),
     )
 
 

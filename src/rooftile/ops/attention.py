@@ -6,7 +6,7 @@ Sinks are those of Xiao et al. 2023 in the learned form of gpt-oss: one more log
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from rooftile.ops.check import check_device, check_float, check_same, check_shap
 from rooftile.ops.operator import Operator, contents_checked
 
 Window = tuple[int | None, int | None]
+UNREACHABLE = 2**31 - 1  # a window side that no sequence is as long as
+FLOAT_MAX = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def attention(
     check_qkv("attention", q, k, v, "[batch, length, heads, dim]", 4)
     require(
         q.shape[0] == k.shape[0],
-        f"attention: q has batch {q.shape[0]} but k has batch {k.shape[0]}; they must be equal",
+        lambda: (
+            f"attention: q has batch {q.shape[0]} but k has batch {k.shape[0]}; they must be equal"
+        ),
     )
     left, right, scale = check_options("attention", q, causal, window, softcap, sink, softmax_scale)
     out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
@@ -117,8 +121,10 @@ def attention_varlen(
     check_cu_seqlens(name, "cu_seqlens_k", cu_seqlens_k, "k", k, max_kv_len, "max_kv_len")
     require(
         cu_seqlens_q.shape == cu_seqlens_k.shape,
-        f"{name}: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries but cu_seqlens_k has "
-        f"{cu_seqlens_k.shape[0]}; both need batch + 1",
+        lambda: (
+            f"{name}: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries but cu_seqlens_k has "
+            f"{cu_seqlens_k.shape[0]}; both need batch + 1"
+        ),
     )
     out, lse = ATTENTION_VARLEN.handle(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len),
@@ -129,21 +135,25 @@ def attention_varlen(
 
 def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int) -> None:
     for tensor_name, tensor in (("q", q), ("k", k), ("v", v)):
-        require(
-            tensor.dim() == dims,
-            f"{name}: {tensor_name} has shape {list(tensor.shape)}; expected {layout}",
-        )
+        if tensor.dim() != dims:
+            raise ValueError(
+                f"{name}: {tensor_name} has shape {list(tensor.shape)}; expected {layout}"
+            )
     check_float(name, q=q)
     check_same(name, q=q, k=k, v=v)
     require(
         q.shape[-1] == k.shape[-1] and q.shape[-1] > 0,
-        f"{name}: q has dim {q.shape[-1]} and k has dim {k.shape[-1]}; "
-        f"they must be equal and positive",
+        lambda: (
+            f"{name}: q has dim {q.shape[-1]} and k has dim {k.shape[-1]}; "
+            f"they must be equal and positive"
+        ),
     )
     require(
         k.shape[:-1] == v.shape[:-1] and v.shape[-1] > 0,
-        f"{name}: k has shape {list(k.shape)} and v has shape {list(v.shape)}; "
-        f"all but the last dimension must be equal, and that one positive",
+        lambda: (
+            f"{name}: k has shape {list(k.shape)} and v has shape {list(v.shape)}; "
+            f"all but the last dimension must be equal, and that one positive"
+        ),
     )
     check_heads(name, q.shape[-2], k.shape[-2])
 
@@ -151,8 +161,10 @@ def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int
 def check_heads(name: str, num_q_heads: int, num_kv_heads: int) -> None:
     require(
         num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0,
-        f"{name}: {num_q_heads} query heads do not divide into groups over {num_kv_heads} "
-        f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads",
+        lambda: (
+            f"{name}: {num_q_heads} query heads do not divide into groups over {num_kv_heads} "
+            f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads"
+        ),
     )
 
 
@@ -167,26 +179,37 @@ def check_options(
 ) -> tuple[int, int, float]:
     """The checked options as private operators take them: left, right (-1: unbounded), scale."""
     require(
-        window is None or len(window) == 2,
-        f"{name}: window is {window}; expected (left, right), None for an unbounded side",
+        window is None or (isinstance(window, tuple | list) and len(window) == 2),
+        lambda: f"{name}: window is {window}; expected (left, right), None for an unbounded side",
     )
     sides = (None, None) if window is None else window
     require(
         all(side is None or (isinstance(side, int) and side >= 0) for side in sides),
-        f"{name}: window is {window}; each side must be an int >= 0, or None for unbounded",
+        lambda: f"{name}: window is {window}; each side must be an int >= 0, or None for unbounded",
     )
-    left, right = (-1 if side is None else side for side in sides)
+    left, right = (-1 if side is None or side >= UNREACHABLE else side for side in sides)
     require(
-        math.isfinite(softcap) and softcap >= 0,
-        f"{name}: softcap is {softcap}; it must be finite and >= 0 (0 turns it off)",
+        is_finite(softcap) and softcap >= 0,
+        lambda: f"{name}: softcap is {softcap}; it must be finite and >= 0 (0 turns it off)",
     )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    require(math.isfinite(scale), f"{name}: softmax_scale is {scale}; it must be finite")
+    if softmax_scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        scale = softmax_scale
+        require(is_finite(scale), lambda: f"{name}: softmax_scale is {scale}; it must be finite")
     if sink is not None:
         check_float(name, sink=sink)
         check_shape(name, "sink", sink, (q.shape[-2],), "[num_q_heads]")
         check_device(name, q=q, sink=sink)
     return left, 0 if causal else right, scale
+
+
+def is_finite(number: float) -> bool:
+    """By comparison, which torch.compile traces for numbers that it does not know yet."""
+    try:
+        return -FLOAT_MAX <= number <= FLOAT_MAX
+    except TypeError:
+        return False
 
 
 def check_cu_seqlens(
@@ -201,27 +224,31 @@ def check_cu_seqlens(
     check_integers(name, cu_name, cu_seqlens, of, of_name)
     require(
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0,
-        f"{name}: {cu_name} has shape {list(cu_seqlens.shape)}; expected [batch + 1]",
+        lambda: f"{name}: {cu_name} has shape {list(cu_seqlens.shape)}; expected [batch + 1]",
     )
-    require(longest >= 0, f"{name}: {longest_name} is {longest}; it must be >= 0")
+    require(longest >= 0, lambda: f"{name}: {longest_name} is {longest}; it must be >= 0")
     if not contents_checked(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
-    require(ends[0] == 0, f"{name}: {cu_name} begins with {ends[0]}; it must begin with 0")
+    require(ends[0] == 0, lambda: f"{name}: {cu_name} begins with {ends[0]}; it must begin with 0")
     require(
         min(lengths, default=0) >= 0,
-        f"{name}: {cu_name} decreases to {min(lengths, default=0)} relative to its predecessor; "
-        f"give cumulative lengths, which never decrease",
+        lambda: (
+            f"{name}: {cu_name} decreases to {min(lengths, default=0)} relative to its predecessor; "
+            f"give cumulative lengths, which never decrease"
+        ),
     )
     require(
         ends[-1] <= of.shape[0],
-        f"{name}: {cu_name} ends with {ends[-1]} but {of_name} has {of.shape[0]} tokens",
+        lambda: f"{name}: {cu_name} ends with {ends[-1]} but {of_name} has {of.shape[0]} tokens",
     )
     require(
         max(lengths, default=0) <= longest,
-        f"{name}: {cu_name} has a sequence of {max(lengths, default=0)} tokens but {longest_name} "
-        f"is {longest}; give an upper bound",
+        lambda: (
+            f"{name}: {cu_name} has a sequence of {max(lengths, default=0)} tokens but {longest_name} "
+            f"is {longest}; give an upper bound"
+        ),
     )
 
 
@@ -231,12 +258,16 @@ def check_integers(
     """tensor holds int32 or int64 and lies on the device of `like`."""
     require(
         tensor.dtype in (torch.int32, torch.int64),
-        f"{name}: {tensor_name} has dtype {tensor.dtype}; convert it to torch.int32 or torch.int64",
+        lambda: (
+            f"{name}: {tensor_name} has dtype {tensor.dtype}; convert it to torch.int32 or torch.int64"
+        ),
     )
     require(
         tensor.device == like.device,
-        f"{name}: {tensor_name} is on {tensor.device} but {like_name} is on {like.device}; "
-        f"move one of them",
+        lambda: (
+            f"{name}: {tensor_name} is on {tensor.device} but {like_name} is on {like.device}; "
+            f"move one of them"
+        ),
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, message: Callable[[], str]) -> None:
+    """message: made only where it is needed. Formatting takes longer than checking, and
+    torch.compile cannot format a length that it does not know yet.
+    """
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message())
 
 
 def check_float(operator: str, **tensors: Tensor | None) -> None:

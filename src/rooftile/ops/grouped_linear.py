@@ -42,17 +42,21 @@ def grouped_linear(
     check_device(name, x=x, group_sizes=group_sizes)
     require(
         weight.dim() == 3,
-        f"{name}: weight has shape {list(weight.shape)}; expected [groups, out_features, in_features]",
+        lambda: (
+            f"{name}: weight has shape {list(weight.shape)}; expected [groups, out_features, in_features]"
+        ),
     )
     require(
         x.dim() == 2 and x.shape[1] == weight.shape[2],
-        f"{name}: x has shape {list(x.shape)}; expected [rows, in_features] with in_features = "
-        f"{weight.shape[2]}, as the weight has",
+        lambda: (
+            f"{name}: x has shape {list(x.shape)}; expected [rows, in_features] with in_features = "
+            f"{weight.shape[2]}, as the weight has"
+        ),
     )
     check_shape(name, "group_sizes", group_sizes, (weight.shape[0],), "[groups]")
     require(
         group_sizes.dtype in (torch.int32, torch.int64),
-        f"{name}: group_sizes has dtype {group_sizes.dtype}; convert it to torch.int64",
+        lambda: f"{name}: group_sizes has dtype {group_sizes.dtype}; convert it to torch.int64",
     )
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         raise NotImplementedError(
@@ -63,8 +67,10 @@ def grouped_linear(
         sizes = group_sizes.tolist()
         require(
             min(sizes, default=0) >= 0 and sum(sizes) == x.shape[0],
-            f"{name}: group_sizes is {sizes}; sizes must not be negative and their sum must be "
-            f"the {x.shape[0]} rows of x",
+            lambda: (
+                f"{name}: group_sizes is {sizes}; sizes must not be negative and their sum must be "
+                f"the {x.shape[0]} rows of x"
+            ),
         )
     return GROUPED_LINEAR.handle(x, weight, group_sizes, kernel)
 

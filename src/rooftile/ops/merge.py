@@ -45,12 +45,14 @@ def merge_attention_states(
     check_device(name, outs=outs, lses=lses)
     require(
         outs.dim() == 4,
-        f"{name}: outs has shape {list(outs.shape)}; expected [n, tokens, heads, v_dim]",
+        lambda: f"{name}: outs has shape {list(outs.shape)}; expected [n, tokens, heads, v_dim]",
     )
     check_shape(name, "lses", lses, tuple(outs.shape[:3]), "[n, tokens, heads]")
     require(
         outs.dtype != torch.float64 or lses.dtype == torch.float64,
-        f"{name}: outs is torch.float64 but lses is {lses.dtype}; convert lses to torch.float64",
+        lambda: (
+            f"{name}: outs is torch.float64 but lses is {lses.dtype}; convert lses to torch.float64"
+        ),
     )
     return MERGE.handle(outs, lses, kernel)
 

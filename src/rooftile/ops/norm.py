@@ -44,12 +44,12 @@ def rms_norm(
     """
     check_float("rms_norm", x=x)
     check_same("rms_norm", x=x, residual=residual, weight=weight)
-    require(x.dim() > 0, "rms_norm: x is a scalar; give it at least the hidden dimension")
+    require(x.dim() > 0, lambda: "rms_norm: x is a scalar; give it at least the hidden dimension")
     if weight is not None:
         check_shape("rms_norm", "weight", weight, (x.shape[-1],), "[hidden]")
     if residual is not None:
         check_shape("rms_norm", "residual", residual, tuple(x.shape), "the shape of x")
-    require(eps >= 0, f"rms_norm: eps is {eps}; it must not be negative")
+    require(eps >= 0, lambda: f"rms_norm: eps is {eps}; it must not be negative")
     out, stream = RMS_NORM.handle(x, weight, residual, eps, weight_offset, kernel)
     return out if residual is None else (out, stream)
 

@@ -73,8 +73,10 @@ def paged_attention(
     _check_pages(name, q, "q", k_pages, v_pages)
     require(
         q.shape[-1] == k_pages.shape[-1],
-        f"{name}: q has dim {q.shape[-1]} but k_pages has dim {k_pages.shape[-1]}; "
-        f"they must be equal",
+        lambda: (
+            f"{name}: q has dim {q.shape[-1]} but k_pages has dim {k_pages.shape[-1]}; "
+            f"they must be equal"
+        ),
     )
     check_heads(name, q.shape[1], k_pages.shape[1])
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
@@ -130,8 +132,10 @@ def append_kv(
     check_shape(name, "slots", slots, (k.shape[0],), "[tokens]")
     require(
         (positions is None) == (cos_sin is None),
-        f"{name}: {'positions' if cos_sin is None else 'cos_sin'} is given alone; "
-        f"give both positions and cos_sin to rotate k, or neither",
+        lambda: (
+            f"{name}: {'positions' if cos_sin is None else 'cos_sin'} is given alone; "
+            f"give both positions and cos_sin to rotate k, or neither"
+        ),
     )
     if positions is not None and cos_sin is not None:
         check_integers(name, "positions", positions, k, "k")
@@ -142,8 +146,10 @@ def append_kv(
             cos_sin.dim() == 3
             and cos_sin.shape[1] == 2
             and 0 < 2 * cos_sin.shape[2] <= k.shape[-1],
-            f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [max_position, 2, "
-            f"rotary_dim / 2] with 0 < rotary_dim <= {k.shape[-1]}",
+            lambda: (
+                f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [max_position, 2, "
+                f"rotary_dim / 2] with 0 < rotary_dim <= {k.shape[-1]}"
+            ),
         )
     if contents_checked(slots):
         _check_slots(name, slots, k_pages.shape[0] * k_pages.shape[2], positions, cos_sin)
@@ -155,20 +161,24 @@ def _check_pages(
 ) -> None:
     require(
         tokens.dim() == 3,
-        f"{name}: {tokens_name} has shape {list(tokens.shape)}; expected [tokens, heads, dim]",
+        lambda: (
+            f"{name}: {tokens_name} has shape {list(tokens.shape)}; expected [tokens, heads, dim]"
+        ),
     )
     for pages_name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        require(
-            pages.dim() == 4 and pages.shape[2] > 0 and pages.shape[3] > 0,
-            f"{name}: {pages_name} has shape {list(pages.shape)}; "
-            f"expected [num_pages, heads, page_size, dim]",
-        )
+        if pages.dim() != 4 or pages.shape[2] == 0 or pages.shape[3] == 0:
+            raise ValueError(
+                f"{name}: {pages_name} has shape {list(pages.shape)}; "
+                f"expected [num_pages, heads, page_size, dim]"
+            )
     check_float(name, **{tokens_name: tokens})
     check_same(name, **{tokens_name: tokens, "k_pages": k_pages, "v_pages": v_pages})
     require(
         k_pages.shape[:3] == v_pages.shape[:3],
-        f"{name}: k_pages has shape {list(k_pages.shape)} and v_pages {list(v_pages.shape)}; "
-        f"all but the last dimension must be equal",
+        lambda: (
+            f"{name}: k_pages has shape {list(k_pages.shape)} and v_pages {list(v_pages.shape)}; "
+            f"all but the last dimension must be equal"
+        ),
     )
 
 
@@ -180,22 +190,28 @@ def _check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left:
     check_shape(name, "kv_lens", batch.kv_lens, (requests,), "[batch]")
     require(
         batch.page_table.dim() == 2 and batch.page_table.shape[0] == requests,
-        f"{name}: page_table has shape {list(batch.page_table.shape)}; "
-        f"expected [batch, max_pages] with batch = {requests}",
+        lambda: (
+            f"{name}: page_table has shape {list(batch.page_table.shape)}; "
+            f"expected [batch, max_pages] with batch = {requests}"
+        ),
     )
     if requests == 0 or not contents_checked(q):
         return
     page_size, reach = k_pages.shape[2], batch.page_table.shape[1] * k_pages.shape[2]
     low, high = (int(x) for x in torch.aminmax(batch.kv_lens))
-    require(low >= 0, f"{name}: kv_lens holds {low}; lengths must be >= 0")
+    require(low >= 0, lambda: f"{name}: kv_lens holds {low}; lengths must be >= 0")
     require(
         high <= batch.max_kv_len,
-        f"{name}: kv_lens holds {high} but max_kv_len is {batch.max_kv_len}; give an upper bound",
+        lambda: (
+            f"{name}: kv_lens holds {high} but max_kv_len is {batch.max_kv_len}; give an upper bound"
+        ),
     )
     require(
         high <= reach,
-        f"{name}: kv_lens holds {high} but page_table reaches {reach} tokens "
-        f"({batch.page_table.shape[1]} pages of {page_size}); widen the table",
+        lambda: (
+            f"{name}: kv_lens holds {high} but page_table reaches {reach} tokens "
+            f"({batch.page_table.shape[1]} pages of {page_size}); widen the table"
+        ),
     )
     q_lens = batch.cu_seqlens_q.diff()
     starts = torch.arange(batch.page_table.shape[1], device=q.device) * page_size
@@ -223,22 +239,28 @@ def _check_slots(
     wrong = slots[(slots < -1) | (slots >= num_slots)]
     require(
         wrong.numel() == 0,
-        f"{name}: slots holds {wrong[:1].tolist()}; a slot must be -1 or below num_pages * "
-        f"page_size = {num_slots}",
+        lambda: (
+            f"{name}: slots holds {wrong[:1].tolist()}; a slot must be -1 or below num_pages * "
+            f"page_size = {num_slots}"
+        ),
     )
     targets = slots[written].sort().values
     repeated = targets[1:][targets.diff() == 0]
     require(
         repeated.numel() == 0,
-        f"{name}: slot {repeated[:1].tolist()} occurs twice; each token needs a slot of its own",
+        lambda: (
+            f"{name}: slot {repeated[:1].tolist()} occurs twice; each token needs a slot of its own"
+        ),
     )
     if positions is not None and cos_sin is not None:
         used = positions[written]
         wrong = used[(used < 0) | (used >= cos_sin.shape[0])]
         require(
             wrong.numel() == 0,
-            f"{name}: positions holds {wrong[:1].tolist()}; cos_sin has {cos_sin.shape[0]} "
-            f"positions, enlarge it",
+            lambda: (
+                f"{name}: positions holds {wrong[:1].tolist()}; cos_sin has {cos_sin.shape[0]} "
+                f"positions, enlarge it"
+            ),
         )
 
 

@@ -45,29 +45,39 @@ def rotary_embedding(
     check_device("rotary_embedding", x=x, positions=positions, cos_sin=cos_sin)
     require(
         x.dim() == 3,
-        f"rotary_embedding: x has shape {list(x.shape)}; expected [tokens, heads, head_dim]",
+        lambda: (
+            f"rotary_embedding: x has shape {list(x.shape)}; expected [tokens, heads, head_dim]"
+        ),
     )
     check_shape("rotary_embedding", "positions", positions, (x.shape[0],), "[tokens]")
     require(
         positions.dtype in (torch.int32, torch.int64),
-        f"rotary_embedding: positions has dtype {positions.dtype}; convert it to torch.int64",
+        lambda: (
+            f"rotary_embedding: positions has dtype {positions.dtype}; convert it to torch.int64"
+        ),
     )
     require(
         cos_sin.dim() == 3 and cos_sin.shape[1] == 2 and cos_sin.dtype == torch.float32,
-        f"rotary_embedding: cos_sin has shape {list(cos_sin.shape)} and dtype {cos_sin.dtype}; "
-        f"expected [max_position, 2, rotary_dim / 2] in torch.float32, as rotary_table returns",
+        lambda: (
+            f"rotary_embedding: cos_sin has shape {list(cos_sin.shape)} and dtype {cos_sin.dtype}; "
+            f"expected [max_position, 2, rotary_dim / 2] in torch.float32, as rotary_table returns"
+        ),
     )
     require(
         2 * cos_sin.shape[2] <= x.shape[2],
-        f"rotary_embedding: cos_sin turns rotary_dim = {2 * cos_sin.shape[2]} dimensions, but x "
-        f"has head_dim = {x.shape[2]}; rotary_dim must not be larger",
+        lambda: (
+            f"rotary_embedding: cos_sin turns rotary_dim = {2 * cos_sin.shape[2]} dimensions, but x "
+            f"has head_dim = {x.shape[2]}; rotary_dim must not be larger"
+        ),
     )
     if contents_checked(positions) and positions.numel():
         low, high = (int(p) for p in positions.aminmax())
         require(
             low >= 0 and high < cos_sin.shape[0],
-            f"rotary_embedding: positions run from {low} to {high}, but cos_sin has the "
-            f"positions 0 to {cos_sin.shape[0] - 1}; build a longer table",
+            lambda: (
+                f"rotary_embedding: positions run from {low} to {high}, but cos_sin has the "
+                f"positions 0 to {cos_sin.shape[0] - 1}; build a longer table"
+            ),
         )
     return ROTARY_EMBEDDING.handle(x, positions, cos_sin, interleaved, False, kernel)
 

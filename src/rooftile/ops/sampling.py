@@ -131,7 +131,9 @@ def top_logprobs(
     _check_logits("top_logprobs", logits)
     require(
         0 <= k <= logits.shape[1],
-        f"top_logprobs: k is {k}; it must be from 0 to the vocabulary's size, {logits.shape[1]}",
+        lambda: (
+            f"top_logprobs: k is {k}; it must be from 0 to the vocabulary's size, {logits.shape[1]}"
+        ),
     )
     return TOP_LOGPROBS.handle(logits, k, kernel)
 
@@ -160,7 +162,9 @@ def token_ranks(
 def _check_logits(operator: str, logits: Tensor) -> None:
     require(
         logits.dim() == 2 and logits.shape[1] > 0,
-        f"{operator}: logits has shape {list(logits.shape)}; expected [rows, vocab], vocab above 0",
+        lambda: (
+            f"{operator}: logits has shape {list(logits.shape)}; expected [rows, vocab], vocab above 0"
+        ),
     )
     _check_dtype(operator, "logits", logits, torch.float32)
 
@@ -168,7 +172,7 @@ def _check_logits(operator: str, logits: Tensor) -> None:
 def _check_dtype(operator: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     require(
         tensor.dtype == dtype,
-        f"{operator}: {name} has dtype {tensor.dtype}; convert it to {dtype}",
+        lambda: f"{operator}: {name} has dtype {tensor.dtype}; convert it to {dtype}",
     )
 
 
@@ -196,11 +200,11 @@ def _check_params(logits: Tensor, given: dict[str, Tensor]) -> None:
         present = [f"{table}_{column}" for column in columns if f"{table}_{column}" in given]
         if not present:
             continue
-        require(
-            len(present) == len(columns),
-            f"sample: {', '.join(present)} given alone; give each of "
-            f"{', '.join(f'{table}_{column}' for column in columns)}",
-        )
+        if len(present) != len(columns):
+            raise ValueError(
+                f"sample: {', '.join(present)} given alone; give each of "
+                f"{', '.join(f'{table}_{column}' for column in columns)}"
+            )
         entries = given[present[0]].shape[:1]
         for column, dtype in columns.items():
             name = f"{table}_{column}"
@@ -221,10 +225,8 @@ def _check_needs(given: dict[str, Tensor]) -> None:
         ("frequency_penalty", ("output_counts",), "it works on output tokens"),
     ]
     for name, needed, why in needs:
-        require(
-            name not in given or any(n in given for n in needed),
-            f"sample: {name} needs {' or '.join(needed)}: {why}",
-        )
+        if name in given and not any(n in given for n in needed):
+            raise ValueError(f"sample: {name} needs {' or '.join(needed)}: {why}")
 
 
 def _check_contents(given: dict[str, Tensor], rows: int, vocab: int) -> None:
