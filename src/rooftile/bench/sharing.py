@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rooftile.engine.core import Params
     from rooftile.engine.llm import LLM
 
+BEGINNING = 8  # tokens; shorter than a page and than any prompt
+
 # Modules whose documentation is mostly prose.
 SOURCES = (
     "argparse", "asyncio.queues", "collections", "configparser", "copy", "csv", "dataclasses",
@@ -72,7 +74,7 @@ class Saving:
 def passages(
     encode: Callable[[str], Sequence[int]], lengths: Lengths, count: int, seed: int = 0
 ) -> list[Passage]:
-    """Prompts of English prose, each from another place of Python's documentation.
+    """Prompts of English prose from Python's documentation, of which no two begin alike.
 
     Raises:
         ValueError: fewer than one, or more than the documentation has.
@@ -81,14 +83,18 @@ def passages(
     texts = list(_paragraphs())
     drawn.shuffle(texts)
     found: list[Passage] = []
+    beginnings: set[tuple[int, ...]] = set()
     for text in texts:
         if len(found) == count:
             break
+        tokens = tuple(encode(text))
+        # Long enough for any draw, so that lengths do not depend on what texts there are.
+        if len(tokens) < lengths.prompt * 3 // 2 or tokens[:BEGINNING] in beginnings:
+            continue
+        beginnings.add(tokens[:BEGINNING])
         size = drawn.randint(lengths.prompt // 2, lengths.prompt * 3 // 2)
-        tokens = tuple(encode(text))[:size]
-        if len(tokens) == size:
-            output = drawn.randint(lengths.output // 2, lengths.output * 3 // 2)
-            found.append(Passage(tokens, output))
+        output = drawn.randint(lengths.output // 2, lengths.output * 3 // 2)
+        found.append(Passage(tokens[:size], output))
     if count < 1 or len(found) < count:
         raise ValueError(f"num_prompts is {count}; there are from 1 to {len(found)}")
     return found
@@ -101,7 +107,8 @@ def _paragraphs() -> Iterable[str]:
         module = importlib.import_module(name)
         members = [module, *(m for _, m in inspect.getmembers(module) if _is_own(m, name))]
         texts |= {inspect.getdoc(member) or "" for member in members}
-    return sorted(texts, key=lambda text: (-len(text), text))
+    prose = (text for text in texts if not text.startswith(">>>"))
+    return sorted(prose, key=lambda text: (-len(text), text))
 
 
 def _is_own(member: object, module: str) -> bool:
