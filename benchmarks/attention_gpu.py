@@ -232,7 +232,7 @@ def time_case(report: Report, section: str, case: str, functions, flops: float) 
 
 def with_section(size, args):  # type: ignore[no-untyped-def]
     """Attention with so many bytes of K and V worked on at a time."""
-    before, gluon.SECTION_BYTES = gluon.SECTION_BYTES, size
+    before, gluon.SECTION_BYTES = gluon.SECTION_BYTES, ((2**31, size),)
     out = gluon.attention(*args)
     gluon.SECTION_BYTES = before
     return out
@@ -252,10 +252,9 @@ def time_dense(report: Report, section: str, cases, select) -> None:  # type: ig
                 functions[f"gluon {name}"] = lambda c=config, a=args: gluon.attention(*a, config=c)
         if "triton" in select or "all" in select:
             functions["triton"] = lambda a=args: portable.attention(*a)
-        if "all" in select and causal and s >= 2048:
-            functions["gluon 24 MiB"] = lambda a=args: with_section(24 << 20, a)
-            functions["gluon 128 MiB"] = lambda a=args: with_section(128 << 20, a)
-            functions["gluon all heads"] = lambda a=args: with_section(1 << 40, a)
+        if "sections" in select and causal:
+            for label, size in (("one head", 0), ("8 MiB", 8 << 20), ("24 MiB", 24 << 20)):
+                functions[f"gluon {label}"] = lambda a=args, n=size: with_section(n, a)
         time_case(report, section, case, functions, 4 * b * h * s * s * d * (0.5 if causal else 1))
 
 

@@ -56,7 +56,7 @@ _LOG2_E = 1.4426950408889634
 # Fields of one entry of the ragged tile list; kv_len -1 marks padding after the last sequence.
 _ENTRY = 8
 # Before the entries stands one that holds their number and the counter of dynamic tiles, 0 at launch.
-ENTRY = gl.constexpr(_ENTRY)  # first row, q_start, q_len, kv_start, kv_len, 3 unused
+ENTRY = gl.constexpr(_ENTRY)  # first, tiles, q_start, q_len, kv_start, kv_len, 2 unused
 
 
 # Fields of the message that describes a tile to the consumers; blocks 0: there are no more.
@@ -166,13 +166,20 @@ class Problem:
     def tile(self, t):
         """Batch (of a dense batch), head, first row, q_start, q_len, kv_start, kv_len of tile t."""
         if self.ragged:
-            head = t % self.num_heads
             entry = self.entries + (t // self.num_heads) * ENTRY
-            row0 = gl.load(entry)
-            q_start = gl.load(entry + 1)
-            q_len = gl.load(entry + 2)
-            kv_start = gl.load(entry + 3)
-            kv_len = gl.load(entry + 4)
+            first = gl.load(entry) * self.num_heads  # tile of the sequence
+            tiles = gl.load(entry + 1)  # per head
+            if self.longest_first:
+                head = (t - first) % self.num_heads
+                m = tiles - 1 - (t - first) // self.num_heads
+            else:
+                head = (t - first) // tiles
+                m = tiles - 1 - (t - first) % tiles
+            row0 = m * (GROUP_ROWS * self.groups)
+            q_start = gl.load(entry + 2)
+            q_len = gl.load(entry + 3)
+            kv_start = gl.load(entry + 4)
+            kv_len = gl.load(entry + 5)
             return 0, head, row0, q_start, q_len, kv_start, kv_len
         else:
             per_section = self.section * self.q_tiles
@@ -594,7 +601,10 @@ def list_tiles_kernel(
     tokens,  # rows of q; those after the last sequence form a sequence without keys
     tile_rows: gl.constexpr,
 ):
-    """Lists the query tiles of a ragged batch, sequences with more keys first, later rows first.
+    """Lists the query tiles of a ragged batch, sequences with more keys first.
+
+    Each of a sequence's entries stands for one of its tiles in every head; all say the same: the
+    sequence's first entry, how many it has, and where its tokens are.
 
     One CTA a sequence, and one for the padding: each counts the tiles of the sequences before its
     own, so none waits for another.
@@ -630,14 +640,15 @@ def list_tiles_kernel(
         gl.store(entries + 1, 0)
     for i in range(0, tiles, 128):
         m = i + lane
-        entry = entries + (1 + start + tiles - 1 - m) * ENTRY
+        entry = entries + (1 + start + m) * ENTRY
         mine = m < tiles
         zero = m * 0
-        gl.store(entry, m * tile_rows, mask=mine)
-        gl.store(entry + 1, zero + q_start, mask=mine)
-        gl.store(entry + 2, zero + q_len, mask=mine)
-        gl.store(entry + 3, zero + kv_start, mask=mine)
-        gl.store(entry + 4, zero + kv_len, mask=mine)
+        gl.store(entry, zero + start, mask=mine)
+        gl.store(entry + 1, zero + tiles, mask=mine)
+        gl.store(entry + 2, zero + q_start, mask=mine)
+        gl.store(entry + 3, zero + q_len, mask=mine)
+        gl.store(entry + 4, zero + kv_start, mask=mine)
+        gl.store(entry + 5, zero + kv_len, mask=mine)
 
 
 @dataclass(frozen=True)
@@ -673,10 +684,13 @@ SHORT_64 = Config(64, 2, 128, 2, 240, 24, turns=2)
 SHORT_Q_LEN = 512
 SHORT_CAUSAL_Q_LEN = 4096
 UNBOUNDED = 2**30  # beyond every length
-# K and V of the heads that are worked on at a time, in bytes. Fewer heads at a time share the L2
-# cache better, more make a longer list of tiles to balance: H200, causal s16384 h16 d128 with 12,
-# 24 and 64 MiB 648, 650, 696 TFLOP/s; h8 d256 693, 692, 780.
-SECTION_BYTES = 64 * 2**20
+# K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
+# make a long list of tiles to balance. Full attention has nothing to balance and takes one head
+# after the other. H200, bf16, TFLOP/s:
+#   full    one head, 8, 24 MiB   h16 d128 s512 537 526 494, s2048 688 686 658, s16384 702 704 706
+#   causal  one head, 8, 24, 64   h16 d128 s512 235 261 321 -, s2048 533 548 542 498,
+#                                 s8192 619 629 632 670; h8 d256 s16384 681 680 678 773
+SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
 # Up to here drawing tiles from a counter costs more than it balances (H200, d128 causal, s512:
 # 303 against 322 TFLOP/s, s768 411 against 433, s2048 540 against 525).
 IN_TURN_Q_LEN = 1024
@@ -710,8 +724,11 @@ def attention(
     kv_len, num_kv_heads = k.shape[1], k.shape[2]
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
-    row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
-    kv_heads_at_a_time = max(SECTION_BYTES // (kv_len * row_bytes), 1)
+    kv_heads_at_a_time = 1
+    if right >= 0:
+        section_bytes = next(size for longest, size in SECTION_BYTES if q_len <= longest)
+        head_bytes = kv_len * (k.shape[3] + v.shape[3]) * k.element_size()
+        kv_heads_at_a_time = max(section_bytes // head_bytes, 1)
     group_size = num_heads // num_kv_heads
     unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
     dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
