@@ -506,7 +506,7 @@ def slow_run(source: Path, out: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_lines(out: Path, count: int, seconds: float = 30) -> None:
+def wait_for_lines(out: Path, count: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not out.exists() or out.read_bytes().count(b"\n") < count:
         assert time.monotonic() < deadline
@@ -521,7 +521,7 @@ def test_killed_and_interrupted_runs_go_on(tmp_path: Path) -> None:
         process = slow_run(source, out)
         wait_for_lines(out, count)
         os.kill(process.pid, number)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
         ends.append(process.returncode)
         if number == signal.SIGINT:
             assert "stopped; the same command goes on from here" in said
@@ -529,7 +529,7 @@ def test_killed_and_interrupted_runs_go_on(tmp_path: Path) -> None:
         assert count <= out.read_bytes().count(b"\n") < 200
     assert ends == [-signal.SIGKILL, 130]
     process = slow_run(source, out)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "200 of 200 lines done, 0 failed" in said
     assert sorted(record["id"] for record in records(out)) == list(range(200))
