@@ -7,8 +7,8 @@
 | `coordinates`, `describe` | rows.py | tiles of dense or ragged rows that the hardware clips |
 | `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
 | `OnlineSoftmax` | softmax.py | running row maximum and sum, lazy rescaling, software exp2 |
-| `visible`, `key_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
-| `run_tiles` | template.py | load, compute, finish: a persistent pipelined kernel from five functions |
+| `visible`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
+| `TileQueue` | schedule.py | which tile a persistent CTA takes next, told by its producer |
 
 The modules define device code and run in three ways: compiled by Triton for sm_90a, compiled ahead
 of time on a machine without a GPU, and executed by the simulator of tests/support on a CPU. They
