@@ -15,10 +15,11 @@ from torch import Tensor
 from rooftile.ops.activation import (
     GATED_ACTIVATION,
     GATED_ACTIVATION_BACKWARD,
+    ActivationCall,
     gelu_and_mul,
     silu_and_mul,
 )
-from tests.ops.accuracy import assert_rows_close, opcheck
+from tests.ops.accuracy import assert_rows_close, dtype_for, opcheck
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "silu": silu_and_mul,
@@ -26,6 +27,11 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
 }
 KERNELS = GATED_ACTIVATION.families
+
+
+def skip_unless_possible(kernel: str, name: str) -> None:
+    if GATED_ACTIVATION.refusal(ActivationCall("cpu", torch.float32, name), kernel) is not None:
+        pytest.skip("not for this kernel")
 
 
 def oracle(x: Tensor, name: str) -> Tensor:
@@ -57,6 +63,8 @@ def test_equals_the_oracle(
     scale: float,
     seed: int,
 ) -> None:
+    skip_unless_possible(kernel, name)
+    dtype = dtype_for(kernel, dtype)
     generator = torch.Generator().manual_seed(seed)
     wide = torch.full((*rows, 2 * size + 3), torch.nan, dtype=dtype)
     wide[..., 1 : 2 * size + 1] = scale * torch.randn(*rows, 2 * size, generator=generator)
@@ -70,9 +78,14 @@ def test_equals_the_oracle(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rounds_once(kernel: str, name: str) -> None:
-    """Each element of a half-precision result is the float32 result, rounded."""
+    """Each element of a half-precision result is the float32 result, rounded.
+
+    The native kernel's gelu_tanh keeps the left tail, where 1 + tanh cancels in float32.
+    """
+    skip_unless_possible(kernel, name)
     x = torch.randn(64, 256).bfloat16()
-    exact = FUNCTIONS[name](x.float(), kernel="reference")
+    wide = x.double() if kernel == "cpu" else x.float()
+    exact = FUNCTIONS[name](wide, kernel="reference").float()
     out = FUNCTIONS[name](x, kernel=kernel).float()
     assert bool(((out - exact).abs() <= 2**-8 * exact.abs() * (1 + 1e-4) + 1e-30).all())
 

@@ -17,7 +17,7 @@ from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, append_kv, paged_atte
 from rooftile.ops.rope import rotary_embedding
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle
-from tests.ops.accuracy import opcheck
+from tests.ops.accuracy import dtype_for, opcheck
 
 NUM_PAGES = 40
 GARBAGE = st.sampled_from([-1, 2**31 - 1, NUM_PAGES, -(2**31)])
@@ -156,6 +156,7 @@ def test_equals_the_oracle(
     apart: bool,
     seed: int,
 ) -> None:
+    dtype = dtype_for(kernel, dtype)
     if kernel == "torch":
         dims, softcap = (dims[0], dims[0]), 0.0
     g = torch.Generator().manual_seed(seed)
@@ -223,6 +224,7 @@ def test_append_writes_its_slots_and_nothing_else(
     strided: bool,
     seed: int,
 ) -> None:
+    dtype = dtype_for(kernel, dtype)
     g = torch.Generator().manual_seed(seed)
     k_pages, v_pages = pool(heads, page_size, *dims, dtype)
     if apart:

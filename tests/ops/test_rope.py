@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rooftile.ops.rope import ROTARY_EMBEDDING, rotary_embedding
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
-from tests.ops.accuracy import assert_rows_close, opcheck
+from tests.ops.accuracy import assert_rows_close, dtype_for, opcheck
 
 KERNELS = ROTARY_EMBEDDING.families
 
@@ -49,6 +49,7 @@ def test_equals_the_oracle(
     index: torch.dtype,
     seed: int,
 ) -> None:
+    dtype = dtype_for(kernel, dtype)
     generator = torch.Generator().manual_seed(seed)
     head_dim = 2 * half + rest
     # The heads of q inside a fused projection, as the decoder has them; the rest is NaN.
@@ -72,7 +73,7 @@ def test_pairs_as_transformers_does() -> None:
     torch.testing.assert_close(rotary_embedding(q, positions, table), expected)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradients(kernel: str, interleaved: bool) -> None:
     x = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True)

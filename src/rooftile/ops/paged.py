@@ -287,7 +287,7 @@ PAGED_ATTENTION = Operator(
     " Tensor page_table, SymInt max_q_len, SymInt max_kv_len, Tensor? sink,"
     " int left, int right, float softcap, float scale) -> (Tensor, Tensor)",
     module="paged",
-    families=("torch", "reference"),
+    families=("cpu", "torch", "reference"),
     call=_call,
     fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )
@@ -297,7 +297,7 @@ APPEND_KV = Operator(
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots,"
     " Tensor? positions, Tensor? cos_sin, bool interleaved) -> ()",
     module="paged",
-    families=("torch", "reference"),
+    families=("cpu", "torch", "reference"),
     call=lambda k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved: AppendCall(
         k.device.type,
         k.dtype,

@@ -46,7 +46,9 @@ def _take(nbytes: int) -> Tensor:
 
 def huge(nbytes: int) -> Tensor:
     """Bytes that begin at a huge page; the system gives memory as they are touched."""
-    memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE)
+    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
+    # Private: shared memory, which is mmap's default, has no huge pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

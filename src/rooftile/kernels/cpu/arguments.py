@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rooftile.kernels.cpu import library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMATS = {"tiled": 0, "int8": 2, "int8_blocks": 3, "int4": 4}
@@ -125,32 +128,6 @@ class Step(ctypes.Structure):
     )
 
 
-# Of functions: pointers, 64-bit and 32-bit integers, floats, by letter.
-KINDS = {"p": c_void_p, "l": c_int64, "i": c_int32, "f": c_float}
-SIGNATURES = {
-    "choose": "i",
-    "linear": "plilppii",
-    "pack": "pilplli",
-    "pack_blocks": "iplpplli",
-    "embed": "pplp",
-    "attention": "pi",
-    "append": "pllpllpppppiiliiiiii",
-    "rms_norm": "plplpffllppii",
-    "gated": "pllipii",
-    "rotary": "pllppiiiliipii",
-    "step": "ppi",
-    "greedy": "plllppi",
-}
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """Argument types of every function, so that Python numbers pass without wrapping."""
-    for name, kinds in SIGNATURES.items():
-        function = getattr(library, f"rooftile_{name}")
-        function.argtypes = [KINDS[kind] for kind in kinds]
-        function.restype = c_char_p if name == "choose" else None
-
-
 def weight(format: str, tensors: list[Tensor], rows: int, columns: int) -> Weight:
     """A packed weight; the tensors must outlive it."""
     data = tensors[0]
@@ -162,6 +139,15 @@ def weight(format: str, tensors: list[Tensor], rows: int, columns: int) -> Weigh
 def pages(tensor: Tensor) -> Pages:  # [num_pages, heads, page_size, dim], dim dense
     page, head, slot, _ = tensor.stride()
     return Pages(tensor.data_ptr(), page, head, slot)
+
+
+def refusal(call: Any) -> str | None:
+    """Why the native kernels cannot run a call of this device and dtype, or `None`."""
+    if call.device != "cpu":
+        return f"it runs on the CPU, not on {call.device!r}"
+    if call.dtype not in DTYPES:
+        return f"it has no {call.dtype}"
+    return library.refusal()
 
 
 def rows_of(x: Tensor) -> Tensor:

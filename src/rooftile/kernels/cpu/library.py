@@ -5,12 +5,28 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from rooftile.kernels.cpu.arguments import declare
 from rooftile.kernels.cpu.compile import compile_library, find_compiler, library_name
 
+# Of functions: pointers, 64-bit and 32-bit integers, floats, by letter.
+KINDS = {"p": c_void_p, "l": c_int64, "i": c_int32, "f": c_float}
+SIGNATURES = {
+    "choose": "i",
+    "linear": "plilppii",
+    "pack": "pilplli",
+    "pack_blocks": "iplpplli",
+    "embed": "pplp",
+    "attention": "pi",
+    "append": "pllpllpppppiiliiiiii",
+    "rms_norm": "plplpffllppii",
+    "gated": "plllipii",
+    "rotary": "pllppiiiliipii",
+    "step": "ppi",
+    "greedy": "plllppi",
+}
 LEVEL_NAMES = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 
@@ -28,7 +44,7 @@ def load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"the native CPU kernels cannot be loaded: {error}"
-    declare(library)
+    _declare(library)
     library.rooftile_choose(_level())
     return library
 
@@ -56,6 +72,14 @@ def level() -> str:
     """The instructions in use, such as "avx512_bf16"."""
     library = load()
     return "none" if isinstance(library, str) else library.rooftile_choose(_level()).decode()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Argument types of every function, so that Python numbers pass without wrapping."""
+    for name, kinds in SIGNATURES.items():
+        function = getattr(library, f"rooftile_{name}")
+        function.argtypes = [KINDS[kind] for kind in kinds]
+        function.restype = c_char_p if name == "choose" else None
 
 
 def _level() -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.cpu import arguments, library
-from rooftile.kernels.cpu.arguments import DTYPES, FORMATS
+from rooftile.kernels.cpu.arguments import DTYPES, FORMATS, refusal
 
 
 def linear(
@@ -33,11 +33,7 @@ def linear(
 def supports(call: Any) -> str | None:
     if call.format not in FORMATS:
         return f"it cannot read {call.format!r}"
-    if call.device != "cpu":
-        return f"it runs on the CPU, not on {call.device!r}"
-    if call.dtype not in DTYPES:
-        return f"it has no {call.dtype}"
-    return library.refusal()
+    return refusal(call)
 
 
 KERNELS = {"linear": Kernel(linear, supports, efficiency=0.8)}

@@ -142,7 +142,7 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
     int64_t q_len = a.cu_seqlens_q[item.request + 1] - begin, kv_len = a.kv_lens[item.request];
     const int32_t* table = a.page_table + item.request * a.table_row;
     int64_t v_tile = BLOCK_KEYS / Layout::DEPTH * TILE, k_tile = k_padded / Layout::DEPTH * TILE;
-    int64_t bytes = dtype_bytes(a.dtype);
+    int64_t bytes = dtype_bytes(a.dtype), k_step = a.k.slot * bytes, v_step = a.v.slot * bytes;
 
     Memory memory(up(ROWS * k_padded * 4, 64) + up(KEY_TILES * k_tile * 4, 64) +
                   up(v_tiles * v_tile * 4, 64) + ROWS * (BLOCK_KEYS * 8 + v_padded * 4 + TILE * 4));
@@ -173,19 +173,45 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
         for (int64_t i = 0; i < v_padded; i += 16) store(sums + r * v_padded + i, zero());
     }
 
-    const char *key_rows[BLOCK_KEYS], *value_rows[BLOCK_KEYS];
-    for (int32_t first = item.first; first < item.end; first += BLOCK_KEYS) {
+    // Where each key and value of a block lies; zeros up to a whole tile.
+    struct Block {
+        const char *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+        int tiles;
+    } blocks[2];
+    auto locate = [&](int32_t first, Block& b) {
         int count = item.end - first < BLOCK_KEYS ? item.end - first : BLOCK_KEYS;
-        int tiles = (count + TILE - 1) / TILE;
-        for (int j = 0; j < tiles * TILE; ++j) {
-            key_rows[j] = value_rows[j] = zeros;
-            if (j >= count) continue;
-            int64_t page = table[(first + j) / a.page_size], offset = (first + j) % a.page_size;
-            key_rows[j] = a.k.data + (page * a.k.page + item.kv_head * a.k.head + offset * a.k.slot) * bytes;
-            value_rows[j] = a.v.data + (page * a.v.page + item.kv_head * a.v.head + offset * a.v.slot) * bytes;
+        count = count < 0 ? 0 : count;
+        b.tiles = (count + TILE - 1) / TILE;
+        for (int j = 0; j < count;) {
+            int32_t column = (first + j) / a.page_size, offset = (first + j) - column * a.page_size;
+            int64_t page = table[column];
+            const char* k = a.k.data + (page * a.k.page + item.kv_head * a.k.head + offset * a.k.slot) * bytes;
+            const char* v = a.v.data + (page * a.v.page + item.kv_head * a.v.head + offset * a.v.slot) * bytes;
+            int end = j + a.page_size - offset < count ? j + a.page_size - offset : count;
+            for (; j < end; ++j, k += k_step, v += v_step) {
+                b.keys[j] = k;
+                b.values[j] = v;
+            }
         }
-        for (int t = 0; t < tiles; ++t)
-            Layout::pack_keys(key_rows + t * TILE, a.dtype, a.k_dim, k_padded, keys + t * k_tile);
+        for (int j = count; j < b.tiles * TILE; ++j) b.keys[j] = b.values[j] = zeros;
+    };
+    // The processor cannot guess where the next page is.
+    auto fetch = [](const char* const* rows, int64_t size) {
+        for (int j = 0; j < TILE; ++j)
+            for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows[j] + i, 0, 2);
+    };
+
+    locate(item.first, blocks[0]);
+    int now = 0;
+    for (int32_t first = item.first; first < item.end; first += BLOCK_KEYS, now ^= 1) {
+        const Block& b = blocks[now];
+        Block& next = blocks[now ^ 1];
+        locate(first + BLOCK_KEYS, next);
+        int tiles = b.tiles;
+        for (int t = 0; t < tiles; ++t) {
+            if (t < next.tiles) fetch(next.keys + t * TILE, a.k_dim * bytes);
+            Layout::pack_keys(b.keys + t * TILE, a.dtype, a.k_dim, k_padded, keys + t * k_tile);
+        }
         for (int r = 0; r < item.rows;) {
             int m = tokens_at_once(item.rows - r);
             for (int t = 0; t < tiles;) {
@@ -231,7 +257,11 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
             }
             store(totals + r * TILE, total);
         }
-        Layout::pack_values(value_rows, a.dtype, tiles * TILE, a.v_dim, v_tile, values);
+        for (int t = 0; t < tiles; ++t) {
+            if (t < next.tiles) fetch(next.values + t * TILE, a.v_dim * bytes);
+            Layout::pack_values(b.values + t * TILE, a.dtype, TILE, a.v_dim, v_tile,
+                                values + t * TILE / Layout::DEPTH * TILE);
+        }
         for (int r = 0; r < item.rows;) {
             int m = tokens_at_once(item.rows - r);
             for (int64_t t = 0; t < v_tiles;) {

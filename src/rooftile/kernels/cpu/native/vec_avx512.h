@@ -126,18 +126,18 @@ inline F odd_bf16(const uint32_t* w) {
 // out[i][lane] = row[lane][i], 16 x 16 words of 32 bits.
 inline void transpose(const uint32_t* const* row, int64_t offset, uint32_t* out) {
     __m512i r[16], t[16];
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(row[i] + offset);
-    for (int i = 0; i < 16; i += 2) {
+    UNROLL for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(row[i] + offset);
+    UNROLL for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
         t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     }
-    for (int i = 0; i < 16; i += 4) {
+    UNROLL for (int i = 0; i < 16; i += 4) {
         r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
         r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
         r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
         __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
         __m512i b = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
         __m512i c = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
