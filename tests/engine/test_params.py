@@ -79,6 +79,13 @@ def test_it_travels_between_processes() -> None:
     [
         ({"page_size": 3}, "page_size is 3; choose a power of two from 1 to 256"),
         ({"page_size": 512}, "page_size is 512"),
+        ({"page_size": 16.0}, "page_size is 16.0"),
+        ({"page_size": True}, "page_size is True"),
+        ({"kv_memory_share": "0.3"}, "kv_memory_share is '0.3'"),
+        ({"pipeline_depth": 2.0}, "pipeline_depth is 2.0"),
+        ({"seed": None}, "seed is None; it must be a whole number"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no'; it must be True or False"),
+        ({"random_weights": 1}, "random_weights is 1"),
         ({"dtype": "int8"}, "dtype is 'int8'; choose one of auto"),
         ({"device": "tpu"}, "device is 'tpu'; the engine runs on"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),

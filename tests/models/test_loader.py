@@ -63,6 +63,25 @@ def test_random_weights_need_the_configuration_only(directory: Path) -> None:
     assert abs(float(embedding.mean())) < 0.002
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [([2, -1], {2}), ([2, 10**6], {2}), (-1, set()), (None, set())]
+)
+def test_ends_of_text_outside_the_vocabulary_are_none(
+    directory: Path, tmp_path: Path, given: object, expected: set[int]
+) -> None:
+    config = {**json.loads((directory / "config.json").read_text()), "eos_token_id": given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(str(tmp_path), random_weights=True).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("given", ["x", 1.5, True, [2, "x"], {}])
+def test_ends_of_text_that_are_no_ids(directory: Path, tmp_path: Path, given: object) -> None:
+    config = {**json.loads((directory / "config.json").read_text()), "eos_token_id": given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"eos_token_id is .*; it must be a token id or a list"):
+        load_model(str(tmp_path), random_weights=True)
+
+
 def test_max_model_len(directory: Path) -> None:
     loaded = load_model(str(directory), random_weights=True, max_model_len=16)
     assert loaded.config.max_position == 16

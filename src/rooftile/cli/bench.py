@@ -89,7 +89,9 @@ def bench_engine(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1")
     for one in chosen:  # refuses bad numbers before a model is loaded
-        one.requests(1000, num_requests=min(num_requests or 1, 1), scale=scale)
+        one.requests(
+            1000, num_requests=1 if num_requests is None else min(num_requests, 1), scale=scale
+        )
 
     import torch
     from rich.console import Console

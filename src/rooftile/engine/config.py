@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEVICES = ("auto", "cpu")
 
 
@@ -51,14 +52,20 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(
                 f"page_size is {self.page_size!r}; choose a power of two from 1 to 256"
             )
-        if not 0 < self.kv_memory_share < 1:
-            raise ValueError(f"kv_memory_share is {self.kv_memory_share}; it lies between 0 and 1")
-        if self.pipeline_depth not in (1, 2):
-            raise ValueError(f"pipeline_depth is {self.pipeline_depth}; it is 1 or 2")
+        share = self.kv_memory_share
+        if not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"kv_memory_share is {share!r}; it lies between 0 and 1")
+        if type(self.pipeline_depth) is not int or self.pipeline_depth not in (1, 2):
+            raise ValueError(f"pipeline_depth is {self.pipeline_depth!r}; it is 1 or 2")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed is {self.seed!r}; it must be a whole number")
+        for name in ("prefix_cache", "random_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 
     @classmethod
     def build(cls, model: str, **options: Any) -> EngineConfig:

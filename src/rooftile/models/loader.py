@@ -131,7 +131,7 @@ def _describe_directory(files: ModelFiles) -> _Description:
     return _Description(
         config,
         tokenizer,
-        _eos_ids(ids, tokenizer),
+        _eos_ids(ids, tokenizer, config.vocab_size),
         found,
         lambda: Checkpoint(files.path, found, ignored),
     )
@@ -153,7 +153,7 @@ def _describe_gguf(files: ModelFiles) -> _Description:
     return _Description(
         config,
         tokenizer,
-        _eos_ids(ids, tokenizer),
+        _eos_ids(ids, tokenizer, config.vocab_size),
         found,
         lambda: _gguf_source(file, family, config, found),
     )
@@ -193,13 +193,20 @@ def _with_length(config: DecoderConfig, length: int | None, name: str) -> Decode
 
 def _ids(value: Any) -> list[int]:
     """eos_token_id may be absent, one id, or a list."""
-    return [item for item in (value if isinstance(value, list) else [value]) if item is not None]
+    ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
+    for item in ids:
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ValueError(
+                f"eos_token_id is {value!r:.80}; it must be a token id or a list of them"
+            )
+    return ids
 
 
-def _eos_ids(ids: set[int], tokenizer: Tokenizer | None) -> frozenset[int]:
-    if tokenizer is None:
-        return frozenset(ids)
-    if not ids and tokenizer.eos_token_id is not None:
-        ids = {tokenizer.eos_token_id}
-    turns = {tokenizer.token_to_id(token) for token in END_OF_TURN}
-    return frozenset(ids | (tokenizer.special_ids & turns))
+def _eos_ids(ids: set[int], tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    if tokenizer is not None:
+        if not ids and tokenizer.eos_token_id is not None:
+            ids = {tokenizer.eos_token_id}
+        turns = {tokenizer.token_to_id(token) for token in END_OF_TURN}
+        ids = ids | (tokenizer.special_ids & turns)
+    # Some configurations say -1 for none; what has no logit cannot be sampled, nor be kept from it.
+    return frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
