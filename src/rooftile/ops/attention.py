@@ -317,7 +317,7 @@ ATTENTION = Operator(
     "attention",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_OPTIONS}) -> (Tensor, Tensor)",
     module="attention",
-    families=("torch", "reference"),
+    families=("gluon", "triton", "torch", "reference"),
     call=lambda q, k, v, sink, left, right, softcap, scale: attention_call(
         q, k, v, sink, left, right, softcap
     ),
@@ -340,7 +340,7 @@ ATTENTION_VARLEN = Operator(
     "attention_varlen",
     f"({_RAGGED}, {_OPTIONS}) -> (Tensor, Tensor)",
     module="attention",
-    families=("torch", "reference"),
+    families=("gluon", "triton", "torch", "reference"),
     call=lambda q, k, v, cu_q, cu_k, max_q, max_kv, sink, left, right, softcap, scale: (
         attention_call(q, k, v, sink, left, right, softcap)
     ),
