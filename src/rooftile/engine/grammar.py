@@ -6,6 +6,7 @@ to another process is the specification alone, which is compiled where the engin
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ MOST_COMPILED = 64  # grammars that are kept for the next request that has them
 MOST_FOLLOWED = 64  # texts that one request follows before it re-reads some from their beginning
 # Models that may write any number of spaces between two values like to go on doing so.
 MOST_SPACES = 4
+# JSON has them in strings as escapes only, which the backend forgets where a length is limited.
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in the backend's messages
 
 
 class Grammar(Protocol):
@@ -93,7 +97,8 @@ class GrammarCompiler:
         token_bytes = TokenBytes(self._tokenizer)
         special = self._tokenizer.special_ids
         vocabulary = [
-            b"" if token in special else token_bytes[token] for token in range(self._vocab_size)
+            b"" if token in special or CONTROL.search(token_bytes[token]) else token_bytes[token]
+            for token in range(self._vocab_size)
         ]
         info = xgrammar.TokenizerInfo(
             vocabulary,
@@ -109,8 +114,9 @@ class GrammarCompiler:
                 spec.schema, strict_mode=spec.strict, max_whitespace_cnt=MOST_SPACES
             )
         except Exception as error:  # the backend raises several kinds
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"the JSON schema cannot be used: {reason[-1][:200]}") from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = SOURCE_PLACE.sub("", lines[-1])
+            raise ValueError(f"the JSON schema cannot be used: {reason[:200]}") from None
 
 
 class _XGrammar:

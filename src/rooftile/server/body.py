@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from rooftile.server.errors import ApiError, bad_request
 from rooftile.server.protocol.base import ClientModel
@@ -43,6 +44,8 @@ async def read_model(request: Request, model: type[Model], service: Service) -> 
         raise ApiError(
             408, f"the body did not arrive within {config.body_seconds:g} s", headers=CLOSE
         ) from None
+    except ClientDisconnect:  # nobody will read it, but it is no fault of the server
+        raise bad_request("the client left before its body was complete") from None
     if len(raw) > LARGE:
         return await service.off_loop(lambda: validate(parse_json(raw), model))
     return validate(parse_json(raw), model)

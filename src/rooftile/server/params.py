@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from rooftile.engine.core import Params
 from rooftile.engine.grammar import ANY_OBJECT, GrammarProcessor, JsonSpec
 from rooftile.server.errors import bad_request
+from rooftile.server.json_schema import checked_schema
 from rooftile.server.protocol.response_format import JsonSchemaFormat, TextFormat
 from rooftile.server.protocol.sampling import SamplingFields
 from rooftile.server.service import Service
-
-# A schema is a program for the grammar's compiler; these keep what it makes small.
-MAX_SCHEMA_BYTES = 32 * 1024
-MAX_REPEATS = 1000
-MAX_PATTERN_CHARACTERS = 200
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 
 async def engine_params(
@@ -52,13 +44,7 @@ async def _grammar(service: Service, request: SamplingFields) -> GrammarProcesso
             )
     spec = ANY_OBJECT
     if isinstance(wanted, JsonSchemaFormat):
-        text = json.dumps(wanted.json_schema.schema_)
-        if len(text) > MAX_SCHEMA_BYTES:
-            raise bad_request(
-                f"the schema has {len(text)} bytes; at most {MAX_SCHEMA_BYTES} are accepted",
-                "response_format",
-            )
-        _check_schema(wanted.json_schema.schema_)
+        text = checked_schema(wanted.json_schema.schema_)
         spec = JsonSpec(text, bool(wanted.json_schema.strict))
     compiler = service.grammars
     if compiler is None:
@@ -69,27 +55,3 @@ async def _grammar(service: Service, request: SamplingFields) -> GrammarProcesso
     except (ValueError, NotImplementedError) as error:
         raise bad_request(str(error), "response_format") from None
     return processor
-
-
-def _check_schema(schema: Any) -> None:
-    level = [schema]
-    while level:
-        item = level.pop()
-        if isinstance(item, list):
-            level += item
-        elif isinstance(item, dict):
-            level += item.values()
-            for name in COUNTS:
-                count = item.get(name)
-                if isinstance(count, int | float) and count > MAX_REPEATS:
-                    raise bad_request(
-                        f"the schema's {name} is {count}; at most {MAX_REPEATS} is accepted",
-                        "response_format",
-                    )
-            pattern = item.get("pattern")
-            if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_CHARACTERS:
-                raise bad_request(
-                    f"a pattern of the schema has {len(pattern)} characters; at most "
-                    f"{MAX_PATTERN_CHARACTERS} are accepted",
-                    "response_format",
-                )

@@ -21,6 +21,8 @@ from rooftile.server.service import Service
 
 logger = logging.getLogger("rooftile.server")
 
+# Longer than the clients' own: a server that closes first loses requests that are on their way.
+KEEP_ALIVE_SECONDS = 75
 LAST_SECONDS = 5.0  # after drain_seconds, for clients that do not read what they are told
 
 
@@ -37,6 +39,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(service.config.drain_seconds + LAST_SECONDS),
         )
         super().__init__(settings)

@@ -1,0 +1,239 @@
+"""JSON on demand: the answer is valid JSON of the schema, whatever the model would rather say."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from rooftile.engine.grammar import (
+    ANY_OBJECT,
+    GrammarCompiler,
+    GrammarProcessor,
+    JsonSpec,
+    bind_grammars,
+)
+from rooftile.engine.llm import LLM
+from rooftile.models.tokenizer import Tokenizer
+from rooftile.server.json_schema import checked_schema
+from tests.server.live import LiveServer
+
+pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 120}
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert set(person) == {"name", "age", "kind"}
+    assert isinstance(person["name"], str)
+    assert 0 <= person["age"] <= 99
+    assert person["kind"] in ("cat", "dog")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_sample_follows_the_schema(server: LiveServer, path: str) -> None:
+    chat = path == "/v1/chat/completions"
+    body = {"response_format": SCHEMA, "n": 6, "seed": 1, "temperature": 1.5, "max_tokens": 120}
+    body |= CHAT if chat else {"prompt": "who?"}
+    with server.http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
+    finished = [t for t, c in zip(texts, choices, strict=True) if c["finish_reason"] == "stop"]
+    assert len(finished) >= 4
+    assert len(set(finished)) > 1
+    for text in finished:
+        check_person(text)
+
+
+def test_a_stream_with_a_grammar(server: LiveServer) -> None:
+    client = server.openai()
+    stream = client.chat.completions.create(
+        model="tiny", stream=True, seed=1, response_format=SCHEMA, **CHAT
+    )
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    check_person("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+
+
+def test_any_object(server: LiveServer) -> None:
+    body = {"response_format": {"type": "json_object"}, "n": 4, "seed": 3, "logit_bias": {}}
+    with server.http() as http:
+        choices = http.post("/v1/chat/completions", json={**CHAT, **body}).json()["choices"]
+    for choice in choices:
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(text), dict)
+
+
+def test_text_is_no_grammar(server: LiveServer) -> None:
+    with server.http() as http:
+        body = {**CHAT, "temperature": 0, "max_tokens": 5}
+        plain = http.post("/v1/chat/completions", json=body).json()
+        text = http.post(
+            "/v1/chat/completions", json={**body, "response_format": {"type": "text"}}
+        ).json()
+    assert plain["choices"] == text["choices"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 5},
+        {"type": "no such type"},
+        {"$ref": "#/$defs/nowhere"},
+        {"$ref": "http://example.com/schema.json"},
+        {"type": "object", "properties": []},
+        {"type": "string", "pattern": "("},
+        {"type": "string", "pattern": "a" * 500},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "array", "items": {"type": "string"}, "minItems": 10**6},
+        {"enum": ["x" * 40_000]},
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"minLength": 2}},
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "items": {"allOf": [{"type": "integer"}, {"minimum": 5}]}},
+        {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "maximum": 3},
+        {"type": "object", "required": ["nowhere"]},
+        {"anyOf": [{"type": "integer"}], "minimum": 3},
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+def test_a_bad_schema_is_a_400(server: LiveServer, schema: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    with server.http() as http:
+        response = http.post("/v1/chat/completions", json={**CHAT, "response_format": wanted})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "response_format"
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": "text"}}, "json_object", {"type": None},
+    ],
+)  # fmt: skip
+def test_a_bad_format_is_a_400(server: LiveServer, wanted: Any) -> None:
+    with server.http() as http:
+        response = http.post("/v1/chat/completions", json={**CHAT, "response_format": wanted})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("response_format")
+
+
+def test_what_does_not_go_together(server: LiveServer) -> None:
+    for field, value in (("ignore_eos", True), ("min_tokens", 3), ("use_beam_search", True)):
+        with server.http() as http:
+            body = {**CHAT, "response_format": {"type": "json_object"}, field: value}
+            assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+# ---------------------------------------------------------------------- the processor itself
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_path: Any) -> Tokenizer:
+    llm = LLM(str(tiny_path), dtype="float32", random_weights=True, num_pages=8)
+    assert llm.tokenizer is not None
+    return llm.tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, 260, frozenset({257}))
+
+
+def allowed(processor: GrammarProcessor, output_ids: list[int]) -> set[int]:
+    logits = processor(output_ids, torch.zeros(260))
+    return set(logits.isfinite().nonzero().flatten().tolist())
+
+
+def test_samples_in_any_order_see_the_same_masks(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """One processor serves samples that part, in turns; a fresh one for each text is the reference."""
+    spec = JsonSpec(json.dumps(PERSON))
+    shared = GrammarProcessor(spec)
+    shared.bind(compiler)
+    texts = ['{"name": "a", "age": 1', '{"name": "b", "age": 22', '{ "name":"abc']
+    outputs = [tokenizer.encode(text) for text in texts]
+    for step in range(0, max(map(len, outputs)), 3):
+        for output in outputs:
+            alone = GrammarProcessor(spec)
+            alone.bind(compiler)
+            prefix = output[:step]
+            assert allowed(shared, prefix) == allowed(alone, prefix)
+    # Back to an earlier place, as beams and preemption do it.
+    assert allowed(shared, outputs[0][:5]) == allowed(shared, outputs[1][:5])
+
+
+def test_the_end_may_come_only_when_the_json_is_whole(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    processor = GrammarProcessor(ANY_OBJECT)
+    processor.bind(compiler)
+    assert 257 not in allowed(processor, tokenizer.encode("{"))
+    whole = tokenizer.encode("{}")
+    assert 257 in allowed(processor, whole)
+    assert allowed(processor, [*whole, 257]) == {257}
+    assert not {256, 258, 259} & allowed(processor, tokenizer.encode('{"'))  # special, no token
+    with pytest.raises(ValueError, match="does not follow the grammar"):
+        processor(tokenizer.encode("no"), torch.zeros(260))
+
+
+def test_strings_have_no_raw_control_characters(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    for more in ({}, {"maxLength": 5}, {"minLength": 1}, {"pattern": "[^a]*"}):
+        processor = GrammarProcessor(JsonSpec(json.dumps({"type": "string", **more})))
+        processor.bind(compiler)
+        controls = {tokenizer.encode(chr(code))[0] for code in range(32)}
+        assert len(controls) == 32
+        assert not controls & allowed(processor, tokenizer.encode('"b'))
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    schema = {"type": "object", "properties": {"not": {"type": "string"}, "if": {"type": "null"}}}
+    assert json.loads(checked_schema(schema)) == schema
+
+
+def test_a_processor_travels_as_its_specification(compiler: GrammarCompiler) -> None:
+    processor = GrammarProcessor(JsonSpec(json.dumps(PERSON), strict=True))
+    processor.bind(compiler)
+    assert len(pickle.dumps(processor)) < 1000
+    copy = pickle.loads(pickle.dumps(processor))
+    assert copy.spec == processor.spec
+    with pytest.raises(RuntimeError, match="not compiled"):
+        copy([], torch.zeros(260))
+    bind_grammars(copy, compiler)
+    assert allowed(copy, []) == allowed(processor, [])
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        bind_grammars(copy, None)
+
+
+def test_without_xgrammar_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(NotImplementedError, match="pip install 'rooftile\\[grammar\\]'"):
+        GrammarCompiler(tokenizer, 260, frozenset({257})).compile(ANY_OBJECT)

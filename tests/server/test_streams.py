@@ -1,0 +1,125 @@
+"""Streams in whatever pieces they come: whole characters, no stop text, the same as at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftile.engine.core import Limits, SequenceDelta
+from rooftile.engine.frontend import Frontend
+from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.params import SamplingParams
+from rooftile.engine.token_bytes import BYTE_OF, TokenBytes
+from rooftile.models.tokenizer import Tokenizer
+from rooftile.server.choices import Choice, Offsets
+from rooftile.server.logprobs import completion_logprobs
+from rooftile.server.tokens import TokenTexts
+from tests.server.live import LiveServer
+
+LIMITS = Limits(vocab_size=260, max_model_len=10_000, kv_tokens=10_000, max_num_seqs=4)
+TEXTS = st.text(
+    st.sampled_from("ab é€😀\u0301") | st.characters(exclude_categories=["Cs"]), max_size=30
+)
+STOPS = st.lists(st.text("abé", min_size=1, max_size=4), max_size=3)
+
+
+def tokenizer_of(server: LiveServer) -> Tokenizer:
+    assert server.llm.tokenizer is not None
+    return server.llm.tokenizer
+
+
+def pieces(tokens: Sequence[int], cuts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens in groups of the given sizes, as a busy event loop would see them."""
+    groups, at = [], 0
+    for size in [*cuts, len(tokens)]:
+        groups.append(tuple(tokens[at : at + size]))
+        at += size
+    return [group for group in groups if group]
+
+
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(1, 9), max_size=60))
+def test_the_pieces_of_a_stream_make_the_whole(
+    shared_server: LiveServer, text: str, stops: list[str], cuts: list[int]
+) -> None:
+    tokenizer = tokenizer_of(shared_server)
+    texts = TokenTexts(tokenizer)
+    tokens = tokenizer.encode(text) or tokenizer.encode("x")
+    frontend = Frontend(tokenizer, LIMITS)
+    params = SamplingParams(stop=stops, logprobs=0, max_tokens=None)
+    output = frontend.open("r", None, tokenizer.encode("p"), params)
+    choice = Choice(0, output.outputs[0], texts, texts.special_ids)
+    shown, offsets, last = "", [], None
+    groups = pieces(tokens, cuts)
+    for number, group in enumerate(groups):
+        delta = SequenceDelta(
+            "r", 0, group, tuple(TokenLogprobs(token, -1.0) for token in group),
+            finish_reason="length" if number == len(groups) - 1 else None,
+        )  # fmt: skip
+        frontend.apply(delta)
+        news = choice.news()
+        if news is None:
+            continue
+        last = news
+        shown += news.text
+        shown.encode()
+        assert output.outputs[0].text.startswith(shown)
+        assert news.entries is not None
+        offsets += [entry.offset for entry in news.entries]
+        if output.outputs[0].finished:
+            break
+        assert all(stop not in shown for stop in stops)
+    assert last is not None
+    assert last.finish_reason in ("stop", "length")
+    assert shown == output.outputs[0].text
+    whole = tokenizer.decode(tokens)
+    cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
+    if last.finish_reason == "length":
+        assert shown == whole
+    else:
+        assert whole.startswith(shown)
+        assert cut <= len(whole)
+    assert offsets == sorted(offsets)
+    assert all(offset <= len(shown) for offset in offsets)
+    if last.finish_reason == "length":
+        assert len(offsets) == len(tokens)
+
+
+@given(text=TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(shared_server: LiveServer, text: str) -> None:
+    tokenizer = tokenizer_of(shared_server)
+    token_bytes = TokenBytes(tokenizer)
+    tokens = tokenizer.encode(text)
+    assert b"".join(token_bytes[token] for token in tokens) == text.encode()
+    offsets = Offsets(TokenTexts(tokenizer))
+    for token in tokens:
+        offsets.take(token, hidden=False)
+    assert offsets.total == len(text)
+
+
+def test_tokens_of_all_kinds(server: LiveServer) -> None:
+    texts = TokenTexts(tokenizer_of(server))
+    assert sorted(BYTE_OF.values()) == list(range(256))
+    assert texts.text_of(256) == "<|bos|>"
+    assert texts.text_of(259) == "token_id:259"  # the model has it, the tokenizer does not
+    assert TokenTexts(None).text_of(5) == "token_id:5"
+    assert completion_logprobs([], texts).tokens == []
+    assert texts.least_tokens("x" * 121) == 11  # no token is longer than <|im_start|>
+
+
+def test_a_stream_of_bytes_that_are_no_characters(server: LiveServer) -> None:
+    """Random weights make mostly such: each event is valid UTF-8, and the end is the same."""
+    body = {"prompt": "noise", "max_tokens": 60, "ignore_eos": True, "seed": 9, "temperature": 3}
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        text = ""
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            for line in response.iter_raw():
+                line.decode()
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == whole
