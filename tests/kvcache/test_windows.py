@@ -158,16 +158,19 @@ def test_a_page_out_of_sight_stays_cached_and_is_found_again() -> None:
 
 
 def test_the_longest_prefix_whose_end_sees_all_its_pages_matches() -> None:
-    """Window 5: a match of d pages needs the pages of keys 4 * d - 6 to 4 * d - 1."""
-    for gone, matched in [
-        ([], 6), ([0], 6), ([3], 6), ([4], 4), ([5], 5), ([5, 3], 3), ([5, 4], 4), ([2, 4], 2),
-        ([1, 3, 5], 1), ([0, 2, 4], 0), ([0, 1, 2, 3], 6), ([0, 1, 2, 3, 4, 5], 0),
+    """A match of d pages needs the pages of keys 4 * d - 1 - window to 4 * d - 1."""
+    for window, gone, matched in [
+        (5, [], 6), (5, [0], 6), (5, [3], 6), (5, [4], 4), (5, [5], 5), (5, [5, 3], 3),
+        (5, [5, 4], 4), (5, [2, 4], 2), (5, [1, 3, 5], 1), (5, [0, 2, 4], 0),
+        (5, [0, 1, 2, 3], 6), (5, [0, 1, 2, 3, 4, 5], 0),
+        (0, [4], 6), (3, [4], 6), (4, [4], 4), (7, [3], 6), (8, [3], 3), (19, [0], 6), (20, [0], 0),
+        (100, [0], 0), (100, [5], 5),
     ]:  # fmt: skip
-        cache = make(window=5)
+        cache = make(window)
         cache.release(prefill(cache, PROMPT))
         hollow(cache, *gone)
         table = cache.admit(PROMPT)
-        assert table.num_cached == 4 * matched, gone
+        assert table.num_cached == 4 * matched, (window, gone)
         assert_consistent(cache, [table])
 
 
