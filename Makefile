@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 INSTALL := $(PIP) --constraint constraints.txt
 
+# Triton decides on import whether its kernels are compiled or interpreted: a process of its own.
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_triton_attention.py
+
 .PHONY: demo test test-all lint clean
 
 demo: $(VENV)/.demo
@@ -12,9 +15,11 @@ demo: $(VENV)/.demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(INTERPRETED)
 
 test-all: lint
 	ROOFTILE_EXPLORE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(INTERPRETED)
 
 lint: $(VENV)/.demo $(VENV)/.test
 	$(BIN)/ruff check .
