@@ -11,6 +11,7 @@ import typer
 from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
+from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
 
@@ -37,6 +38,7 @@ def bench() -> None:
 
 
 bench_app.command("sharing")(bench_sharing)
+bench_app.command("serve")(bench_serve)
 
 
 @bench_app.command("engine")
