@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rooftile.engine.llm import LLM
+from rooftile.engine.params import SamplingParams
 from tests.server.live import LiveServer
 
 TASK = """\
@@ -45,18 +47,10 @@ def test_lm_eval(
     server = make_server()
     tokenizer = server.llm.tokenizer
     assert tokenizer is not None
-    # Of two continuations the model's own greedy one is far likelier.
-    client = server.openai()
-    documents = []
-    for number in range(6):
-        question = f"Question {number}:"
-        own = client.completions.create(
-            model="tiny", prompt=question, max_tokens=4, temperature=0,
-            extra_body={"ignore_eos": True, "bad_words": ["\ufffd"]},
-            logit_bias={str(token): -100 for token in [*range(33), *range(127, 256), 256, 257, 258]},
-        ).choices[0].text  # fmt: skip
-        other = "~}" + own[::-1][:2]
-        documents.append({"question": question, "choices": [other, own], "answer": 1})
+    documents = [
+        {"question": f"Question {n}:", "choices": [f"yes {n}", "no", "perhaps é"], "answer": n % 3}
+        for n in range(6)
+    ]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     tasks = tmp_path / "tasks"
@@ -81,6 +75,20 @@ def test_lm_eval(
         bootstrap_iters=0,
     )  # fmt: skip
     assert result is not None
-    assert result["results"]["tiny_choice"]["acc,none"] >= 0.5
+    llm = LLM(
+        server.llm.config.model, dtype="float32", random_weights=True, num_pages=64,
+        prefix_cache=False,
+    )  # fmt: skip
+    samples = result["samples"]["tiny_choice"]
+    assert len(samples) == 6
+    for sample in samples:
+        document = sample["doc"]
+        context = tokenizer.encode(document["question"])
+        for choice, ((given, _),) in zip(document["choices"], sample["resps"], strict=True):
+            tokens = context + tokenizer.encode(f" {choice}")
+            (output,) = llm.generate([tokens], SamplingParams(prompt_logprobs=0, max_tokens=0))
+            entries = (output.prompt_logprobs or [])[len(context) :]
+            expected = sum(entry.logprob for entry in entries if entry is not None)
+            assert float(given) == pytest.approx(expected, abs=1e-3)
     assert result["results"]["tiny_perplexity"]["word_perplexity,none"] > 1
     server.assert_idle()
