@@ -45,14 +45,9 @@ def prefill(
     return compute(cache, cache.admit(token_ids, root), token_ids, chunk)
 
 
-def take(cache: KVCache, group: int, count: int) -> PageTable:
-    """Holds `count` pages of `group`, and as few as can be of the others."""
-    table = cache.admit([])
-    for end in range(4, 4 * count + 1, 4):
-        if group == FULL:
-            cache.trim(table, table.num_tokens)
-        cache.extend(table, end)
-    return table
+def admit_unread(cache: KVCache) -> PageTable:
+    """A table that reads nothing from the cache, but will publish (for scores of a prompt)."""
+    return cache.admit([])
 
 
 def hollow(cache: KVCache, *numbers: int) -> None:
@@ -253,8 +248,8 @@ def test_evicting_a_leaf_of_the_full_group_takes_its_window_page_along() -> None
 
 def test_room_is_made_in_each_group_by_what_it_has() -> None:
     """Window pages that a leaf of the full group has freed are not evicted again."""
-    cache = make(window=100, num_pages=(6, 6))
-    cache.release(prefill(cache, PROMPT))
+    cache = make(window=5, num_pages=(6, 6))
+    cache.release(prefill(cache, PROMPT))  # window pages were let go in the order 0 1 2 5 4 3
     table = cache.admit([])
     cache.extend(table, 8)
     assert cache.stats().pages_evicted == 4
@@ -311,9 +306,7 @@ def test_unused_nodes_take_the_pages_of_whoever_had_to_compute_them_anew(
     if windows[-1] is not None:
         hollow(cache, 0, 1, 2, 3, 4)
         assert cache.admit(PROMPT).num_cached == 0
-    table = cache.admit([])  # as one that may not read the cache
-    table.node = cache._tree.root(())
-    compute(cache, table, PROMPT, chunk=8)
+    table = compute(cache, admit_unread(cache), PROMPT, chunk=8)
     assert table.node is not None
     assert table.node.depth == 6
     assert_consistent(cache, [table])
@@ -334,16 +327,58 @@ def test_nodes_in_use_keep_their_pages() -> None:
     assert cache.admit(PROMPT).pages[FULL] == long.pages[FULL]
 
 
-def test_renewed_nodes_are_pending_and_leave_with_a_failed_step() -> None:
+def test_without_a_full_group_pages_in_use_stay_too() -> None:
+    cache = make_windowed(window=5, num_pages=32)
+    long = prefill(cache, PROMPT)  # holds pages 3 to 5
+    table = compute(cache, admit_unread(cache), PROMPT, chunk=8)
+    assert table.node is None
+    nodes = tree_nodes(cache)
+    the_trees = [nodes[(), tuple(PROMPT[:end])].pages[0] for end in range(4, 25, 4)]
+    assert the_trees[3:] == long.pages[0][3:]
+    assert_consistent(cache, [long, table])
+
+
+def test_pages_that_are_gone_take_no_place() -> None:
+    cache = make(window=1)
+    cache.release(prefill(cache, PROMPT[:12]))
+    table = admit_unread(cache)
+    cache.extend(table, 12)
+    cache.trim(table, 12)
+    cache.publish(table, PROMPT[:12], 1)
+    assert table.node is None
+    assert cache.admit(PROMPT[:8]).num_cached == 8
+
+
+def test_pending_nodes_keep_their_pages() -> None:
+    cache = make_windowed(window=1)
+    one, two = admit_unread(cache), admit_unread(cache)
+    cache.extend(one, 12)
+    cache.publish(one, PROMPT[:12], 1)
+    cache.trim(one, 12)
+    cache.extend(two, 12)
+    cache.publish(two, PROMPT[:12], 2)
+    assert two.node is None
+    cache.rollback(2)
+    cache.complete(1)
+    assert cache.admit(PROMPT[:12]).num_cached == 12
+    assert len(tree_nodes(cache)) == 3
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_renewed_nodes_are_pending_until_their_step_is_complete(failed: bool) -> None:
+    """They leave with a failed step, and with a table whose step may never run."""
     cache = make(window=5)
     cache.release(prefill(cache, PROMPT))
     hollow(cache, 0, 1, 2, 3, 4, 5)
     table = cache.admit(PROMPT)
     cache.extend(table, 24)
     cache.publish(table, PROMPT, 7)
-    cache.rollback(7)
+    if failed:
+        cache.rollback(7)
+        assert_consistent(cache, [table])
+    else:
+        cache.release(table)
     assert not tree_nodes(cache)
-    assert_consistent(cache, [table])
 
 
 # Steps in flight
@@ -402,6 +437,23 @@ def test_pages_given_back_before_their_tokens_are_known_make_hollow_nodes() -> N
     other = cache.admit(PROMPT)
     assert other.num_cached == 12
     assert_consistent(cache, [table, other])
+
+
+def test_a_fork_may_publish_what_its_sibling_has_lost() -> None:
+    cache = make(window=1)
+    table = cache.admit(PROMPT)
+    cache.extend(table, 12)
+    fork = cache.fork(table)
+    cache.trim(table, 12)
+    for each in (table, fork):
+        cache.publish(each, PROMPT[:12], 1)
+        assert each.node is not None
+        assert each.node.depth == 3
+    assert_consistent(cache, [table, fork])
+    cache.release(table)
+    cache.complete(1)
+    cache.release(fork)
+    assert cache.stats().in_use == 0
 
 
 def test_a_node_without_any_page_is_not_made() -> None:
