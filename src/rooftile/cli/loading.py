@@ -23,6 +23,7 @@ def load_llm(options: EngineOptions, seed: int | None = None) -> LLM:
         return LLM(
             model,
             dtype=options.dtype,
+            quantization=options.quantization,
             device=options.device,
             page_size=options.page_size,
             max_num_batched_tokens=options.max_num_batched_tokens,

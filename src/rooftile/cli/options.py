@@ -236,6 +236,9 @@ class EngineOptions:
     dtype: Annotated[str, _engine(metavar="DTYPE", help="auto, float32, bfloat16 or float16.")] = (
         "auto"
     )
+    quantization: Annotated[
+        str, _engine(metavar="BITS", help="Of weights, on a CPU: none, int8 or int4.")
+    ] = "none"
     device: Annotated[str, _engine(help="auto or cpu.")] = "auto"
     page_size: Annotated[int, _engine(help="Tokens per KV page, a power of two from 1 to 256.")] = (
         16

@@ -116,6 +116,7 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
             model,
             engine="thread" if server.engine == "auto" else server.engine,
             dtype=options.dtype,
+            quantization=options.quantization,
             device=options.device,
             page_size=options.page_size,
             max_num_batched_tokens=options.max_num_batched_tokens,

@@ -13,7 +13,9 @@ from rooftile.engine.runner import Runner
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.spec import group_layers
 from rooftile.kvcache.storage import KVStorage
+from rooftile.models import native
 from rooftile.models.loader import LoadedModel, load_model
+from rooftile.models.native import NativeStep
 
 
 def build_engine(
@@ -27,6 +29,7 @@ def build_engine(
         random_weights=config.random_weights,
         seed=config.seed,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
         on_progress=on_progress,
     )
     max_model_len = model.config.max_position
@@ -47,8 +50,9 @@ def build_engine(
             config.num_pages if window is None else min(config.num_pages, most)
             for window, most in zip(windows, most_pages, strict=True)
         ]
+    # The native step is faster at every size that it can run.
     runner = Runner(
-        model.decoder,
+        NativeStep(model.decoder) if native.refusal(model.decoder) is None else model.decoder,
         KVStorage(groups, pages, config.page_size, device),
         page_size=config.page_size,
         max_rows=config.max_num_seqs,

@@ -8,6 +8,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEVICES = ("auto", "cpu")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class EngineConfig:
         many as `kv_memory_share` of the memory that is free after loading holds, at most what
         max_num_seqs sequences can use.
     prefix_cache: keep the KV of finished requests for prompts that begin alike.
+    quantization: "none", "int8" (a scale for each row of a matrix) or "int4" (a scale and a minimum for
+        32 columns of a row) of the weights; embedding and head keep 8 bits. Activations become 8 bits
+        within products.
     random_weights: build the architecture of a config with random weights (for measurements).
     pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known.
     """
@@ -30,6 +34,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = "none"
     page_size: int = 16
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -44,6 +49,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"quantization is {self.quantization!r}; choose one of {', '.join(QUANTIZATIONS)}"
+            )
         if self.device not in DEVICES:
             raise ValueError(f"device is {self.device!r}; the engine runs on {', '.join(DEVICES)}")
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_pages"):

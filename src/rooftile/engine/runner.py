@@ -14,6 +14,7 @@ from rooftile.engine.step import ScoreSlot, StepEntry, StepInput, StepOutput
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
 from rooftile.models.decoder import Decoder
+from rooftile.models.native import NativeStep
 from rooftile.types import PagedBatch
 
 # Prompt tokens whose logits are computed at once: bounds the memory of prompt_logprobs.
@@ -27,7 +28,7 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | NativeStep,
         storage: KVStorage,
         *,
         page_size: int,

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.distributed.group import ParallelGroup
+from rooftile.kernels.cpu.weights import embed
 from rooftile.layers.linear import Linear
+from rooftile.types import PackedWeight
 
 
 class Embedding:
@@ -15,11 +17,26 @@ class Embedding:
 
     def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
         self.weight = weight  # [vocab, hidden]
+        self.dtype = weight.dtype
         self.scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, hidden]
         embedded = F.embedding(token_ids, self.weight)
         return embedded if self.scale == 1 else embedded * self.scale
+
+
+class PackedEmbedding:
+    """The same over a packed weight, whose rows come out in `dtype`."""
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
+        self.weight = weight  # [vocab, hidden]
+        self.dtype = dtype
+        self.scale = float(torch.tensor(scale, dtype=dtype))
+        self._tensors = list(weight.tensors.values())
+
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, hidden]
+        embedded = embed(self.weight.format, self._tensors, self.weight.shape, token_ids)
+        return (embedded if self.scale == 1 else embedded * self.scale).to(self.dtype)
 
 
 class Head:
@@ -43,7 +60,11 @@ class Head:
         self.softcap = softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
-        logits = self.group.all_gather(self.linear(hidden))[:, : self.vocab_size].float()
+        return self.finish(self.group.all_gather(self.linear(hidden)).float())
+
+    def finish(self, logits: Tensor) -> Tensor:  # [rows, padded vocab] float32 -> [rows, vocab]
+        """Scale and cap the products with the matrix's rows."""
+        logits = logits[:, : self.vocab_size]
         if self.scale != 1:
             logits = logits * self.scale
         if self.softcap:

@@ -8,19 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rooftile.distributed.group import ParallelGroup
 from rooftile.layers.attention import AttentionLayer
-from rooftile.layers.embedding import Embedding, Head
+from rooftile.layers.embedding import Embedding, Head, PackedEmbedding
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.mlp import GatedMlp
 from rooftile.layers.moe import MixtureOfExperts
 from rooftile.layers.norm import NoNorm, ProjectionNorm, RMSNorm
 from rooftile.models.config import AttentionSpec, DecoderConfig, MlpSpec, MoeSpec
 from rooftile.models.decoder import Decoder, DecoderLayer
+from rooftile.models.packing import Formats, choose_formats, read_packed
 from rooftile.models.weights import WHOLE, WeightSource, weight_shapes
-from rooftile.ops.linear import best_format, pack
+from rooftile.ops.linear import pack
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
+from rooftile.types import PackedWeight
 
 MAX_READERS = 8
 
@@ -33,13 +36,14 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         group: ParallelGroup,
+        formats: Formats,
     ) -> None:
         self.config = config
         self.source = source
         self.dtype = dtype
         self.device = device
         self.group = group
-        self.format = best_format(device, dtype)
+        self.formats = formats
         self.shapes = weight_shapes(config)
         # Layers of one kind share their table.
         self.tables: dict[RotaryConfig, Tensor] = {
@@ -62,21 +66,29 @@ class _Builder:
     def rows(self, parts: Sequence[tuple[str, slice]], has_bias: bool) -> Linear:
         """One matrix out of these rows of several: column-parallel, fused."""
         sizes = [share.stop - share.start for _, share in parts]
-        weight = self.empty(sum(sizes), self.config.hidden)
-        for (name, share), out in zip(parts, weight.split(sizes), strict=True):
-            self.source.read(name, out, share)
         bias = None
         if has_bias:
             bias = self.empty(sum(sizes))
             for (name, share), out in zip(parts, bias.split(sizes), strict=True):
                 self.source.read(f"{name}.bias", out, share)
-        return Linear(pack(weight, self.format), bias)
+        weight = read_packed(
+            self.source, parts, self.config.hidden, self.formats.layers, self.dtype, self.device
+        )
+        return Linear(weight, bias)
 
     def columns(self, name: str, share: slice, has_bias: bool) -> RowParallelLinear:
-        weight = self.empty(self.config.hidden, share.stop - share.start)
-        self.source.read(name, weight, WHOLE, share)
+        whole = share == slice(0, self.shapes[name][1])
+        weight = read_packed(
+            self.source,
+            [(name, slice(0, self.config.hidden))],
+            share.stop - share.start,
+            self.formats.layers,
+            self.dtype,
+            self.device,
+            columns=WHOLE if whole else share,
+        )
         bias = self.vector(f"{name}.bias") if has_bias else None
-        return RowParallelLinear(pack(weight, self.format), bias, self.group)
+        return RowParallelLinear(weight, bias, self.group)
 
     def layer(self, index: int) -> DecoderLayer:
         spec, prefix = self.config.layers[index], f"layers.{index}."
@@ -147,28 +159,41 @@ class _Builder:
             group=self.group,
         )
 
-    def embedding(self) -> Embedding:
-        weight = self.empty(self.config.vocab_size, self.config.hidden)
-        self.source.read("embedding", weight)
-        return Embedding(weight, self.config.embedding_scale)
+    def embedding(self) -> Embedding | PackedEmbedding:
+        vocab, scale = self.config.vocab_size, self.config.embedding_scale
+        if self.formats.head == "int8_blocks":
+            weight = self.vocabulary("embedding", slice(0, vocab), vocab)
+            return PackedEmbedding(weight, self.dtype, scale)
+        dense = self.empty(vocab, self.config.hidden)
+        self.source.read("embedding", dense)
+        return Embedding(dense, scale)
 
-    def head(self, embedding: Embedding) -> Head:
+    def vocabulary(self, name: str, share: slice, rows: int) -> PackedWeight:
+        return read_packed(
+            self.source,
+            [(name, share)],
+            self.config.hidden,
+            self.formats.head,
+            self.dtype,
+            self.device,
+            rows=rows,
+        )
+
+    def head(self, embedding: Embedding | PackedEmbedding) -> Head:
         vocab, size = self.config.vocab_size, self.group.size
         each = -(-vocab // size)
         share = slice(min(self.group.rank * each, vocab), min((self.group.rank + 1) * each, vocab))
         tied = self.config.tie_embeddings
-        if tied and size == 1:
+        if tied and isinstance(embedding, Embedding):
+            held = embedding.weight[share]
+            short = each - held.shape[0]
+            weight = pack(pad(held, (0, 0, 0, short)) if short else held, self.formats.head)
+        elif tied and size == 1 and isinstance(embedding, PackedEmbedding):
             weight = embedding.weight
         else:
-            weight = self.empty(each, self.config.hidden)
-            held = share.stop - share.start
-            weight[held:] = 0
-            if tied:
-                weight[:held] = embedding.weight[share]
-            elif held:
-                self.source.read("head", weight[:held], share)
+            weight = self.vocabulary("embedding" if tied else "head", share, each)
         return Head(
-            Linear(pack(weight, self.format)),
+            Linear(weight),
             vocab,
             self.group,
             self.config.logits_scale,
@@ -207,13 +232,19 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     group: ParallelGroup | None = None,
+    quantization: str = "none",
     on_progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Read this rank's weights from `source` and pack them for `device`.
 
     on_progress is told the share of the work that is done, 0 to 1.
+
+    Raises:
+        ValueError: a quantization that this machine does not have.
     """
-    builder = _Builder(config, source, dtype, torch.device(device), group or ParallelGroup())
+    device = torch.device(device)
+    formats = choose_formats(quantization, device, dtype)
+    builder = _Builder(config, source, dtype, device, group or ParallelGroup(), formats)
     for layer in config.layers:  # refuse before the first byte is read
         head_shares(layer.attention, builder.group)
         mlp_share(layer.mlp, builder.group)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rooftile.layers.attention import AttentionLayer, LayerKV
-from rooftile.layers.embedding import Embedding, Head
+from rooftile.layers.embedding import Embedding, Head, PackedEmbedding
 from rooftile.layers.mlp import GatedMlp
 from rooftile.layers.moe import MixtureOfExperts
 from rooftile.layers.norm import NoNorm, RMSNorm
@@ -38,7 +39,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        embedding: Embedding,
+        embedding: Embedding | PackedEmbedding,
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         head: Head,
@@ -50,9 +51,14 @@ class Decoder:
         self.head = head
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and KV."""
+        return self.embedding.dtype
+
+    @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """What each layer keeps per token, in layer order."""
-        dtype = self.embedding.weight.dtype
+        dtype = self.dtype
         return tuple(
             KVSpec(
                 heads=layer.attention.num_kv_heads,

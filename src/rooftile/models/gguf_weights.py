@@ -11,11 +11,12 @@ from torch import Tensor
 
 from rooftile.models.gguf import GGUFFile, GGUFTensor
 from rooftile.models.places import Place
-from rooftile.models.weights import WHOLE
+from rooftile.models.weights import WHOLE, Blocks
 
 # Values dequantised at a time: enough that numpy's work outweighs the calls, few enough that the
 # float32 temporaries stay in the L2 cache (with whole tensors memory traffic is most of the time).
 CHUNK = 1 << 16
+BLOCKS_OF_32 = ("Q4_0", "Q4_1", "Q8_0")
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -93,6 +94,25 @@ class GGUFWeights:
             else:
                 block = target[(start - first) // head_dim : (end - first) // head_dim]
                 block.copy_(values.reshape(block.shape))
+
+    def blocks(self, name: str, rows: slice = WHOLE) -> Blocks | None:
+        """A matrix's rows as they are stored, where its type has blocks of 32 columns."""
+        import numpy as np
+
+        place = self._places[name]
+        tensor = self._file.tensors[place.tensor]
+        if tensor.type_name not in BLOCKS_OF_32 or len(tensor.shape) < 2:
+            return None
+        first, last, _ = rows.indices(place.rows)
+        row_bytes = tensor.nbytes // prod(tensor.shape[:-1])
+        stored = np.frombuffer(self._file.data, np.uint8, tensor.nbytes, tensor.start)
+        data = stored.reshape(-1, row_bytes)[place.first_row : place.first_row + place.rows]
+        heads = self._interleaved.get(name)
+        if heads is None:
+            return Blocks(tensor.type_name, data[first:last], None)
+        # Ours: [heads, half, pair]; the file's: [heads, pair, half].
+        order = np.arange(place.rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return Blocks(tensor.type_name, data, np.ascontiguousarray(order[first:last]))
 
     def _vector(self, name: str, tensor: GGUFTensor) -> Tensor:
         values = read_vector(self._file, tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from rooftile.models.gguf_tokenizer import tokenizer_from_gguf
 from rooftile.models.gguf_weights import GGUFWeights
 from rooftile.models.places import Place, check_places, places
 from rooftile.models.random_weights import RandomWeights
-from rooftile.models.resolve import ModelFiles, resolve
+from rooftile.models.resolve import ModelFiles, readable, resolve
 from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
 from rooftile.models.weights import WeightSource
 from rooftile.ops.rotary_table import DynamicScaling
@@ -55,7 +56,7 @@ class _Description:
 
 
 def load_model(
-    model: str,
+    model: str | Path,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -63,6 +64,7 @@ def load_model(
     seed: int = 0,
     max_model_len: int | None = None,
     parallel: ParallelGroup | None = None,
+    quantization: str = "none",
     on_progress: Callable[[str, float], None] | None = None,
 ) -> LoadedModel:
     """Find, read, shard and pack a model.
@@ -73,6 +75,8 @@ def load_model(
     random_weights: only the configuration is read; weights are random, from `seed`.
     max_model_len: tokens per sequence, at most what the model was made for. Dynamic scaling and
         LongRoPE (Phi-3) go by it, never by a request: up to the original context short divisors.
+    quantization: "none", "int8" or "int4": of the matrices, while they are read; embedding and head
+        get 8 bits. A GGUF's own blocks are taken over where they fit.
     parallel: this process's place in a tensor-parallel group; it reads only its share.
     on_progress: told the phase's name and the share of the whole that is done, 0 to 1.
 
@@ -85,7 +89,8 @@ def load_model(
     report("finding the model", 0.0)
     files = resolve(model, need_weights=not random_weights)
     report("reading configuration and tokenizer", 0.02)
-    description = _describe_gguf(files) if files.is_gguf else _describe_directory(files)
+    with readable(str(files.path)):
+        description = _describe_gguf(files) if files.is_gguf else _describe_directory(files)
     config = _with_length(description.config, max_model_len, files.name)
     dtype = dtype or default_dtype(device)
     if dtype not in FLOAT_DTYPES:
@@ -93,7 +98,8 @@ def load_model(
     if random_weights:
         source: WeightSource = RandomWeights(config, seed)
     else:
-        source = stored = description.source()
+        with readable(str(files.path)):
+            source = stored = description.source()
         check_places(description.places, stored.shapes, stored.unexpected, str(files.path))
     decoder = build_decoder(
         config,
@@ -101,6 +107,7 @@ def load_model(
         dtype=dtype,
         device=device,
         group=parallel,
+        quantization=quantization,
         on_progress=lambda share: report("loading weights", 0.1 + 0.9 * share),
     )
     return LoadedModel(
@@ -122,9 +129,10 @@ def _describe_directory(files: ModelFiles) -> _Description:
     family = family_of_config(fields)
     config = family.config(fields)
     tokenizer = tokenizer_from_directory(files.path)
+    generation = files.path / "generation_config.json"
     ids = {
-        *_ids(fields.get("eos_token_id")),
-        *_ids(read_json(files.path / "generation_config.json").get("eos_token_id")),
+        *_ids(fields.get("eos_token_id"), path),
+        *_ids(read_json(generation).get("eos_token_id"), generation),
     }
     found = places(config, family.hf_names)
     ignored = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
@@ -147,7 +155,7 @@ def _describe_gguf(files: ModelFiles) -> _Description:
     ids = {
         token_id
         for key in GGUF_EOS_KEYS
-        for token_id in _ids(file.metadata.get(f"tokenizer.ggml.{key}"))
+        for token_id in _ids(file.metadata.get(f"tokenizer.ggml.{key}"), file.path)
     }
     found = places(config, family.gguf_names)
     return _Description(
@@ -191,13 +199,13 @@ def _with_length(config: DecoderConfig, length: int | None, name: str) -> Decode
     return replace(config, max_position=length)
 
 
-def _ids(value: Any) -> list[int]:
+def _ids(value: Any, where: Path) -> list[int]:
     """eos_token_id may be absent, one id, or a list."""
     ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
     for item in ids:
         if not isinstance(item, int) or isinstance(item, bool):
             raise ValueError(
-                f"eos_token_id is {value!r:.80}; it must be a token id or a list of them"
+                f"{where}: eos_token_id is {value!r:.80}; it must be a token id or a list of them"
             )
     return ids
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from rooftile.models.config import DecoderConfig, LayerSpec, MoeSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WHOLE = slice(None)
 
@@ -16,6 +20,26 @@ class WeightSource(Protocol):
 
     def read(self, name: str, out: Tensor, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
         """Write these rows (and columns, of a matrix) into `out`, in out's dtype and device."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of a matrix as a GGUF file stores them: quantised blocks of 32 columns of a row.
+
+    data: [stored rows, bytes of a row] uint8; order: our row i is stored row order[i]; None: row i.
+    """
+
+    kind: str
+    data: np.ndarray
+    order: np.ndarray | None
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A checkpoint whose matrices may be quantised already."""
+
+    def blocks(self, name: str, rows: slice = WHOLE) -> Blocks | None:
+        """These rows of a matrix, or `None` where it has no blocks of 32."""
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

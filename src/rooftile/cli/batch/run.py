@@ -18,14 +18,13 @@ from rooftile.cli.batch.progress import RunProgress
 from rooftile.cli.batch.results import Earlier, OutputFile
 from rooftile.cli.conversation import Interrupt, ctrl_c_interrupts, has_template
 from rooftile.cli.options import EngineOptions
+from rooftile.cli.start import INTERRUPTED
 
 if TYPE_CHECKING:
     from rooftile.engine.core import Params
     from rooftile.engine.llm import LLM, Prompt
     from rooftile.engine.outputs import RequestOutput
     from rooftile.engine.request_body import RequestBody
-
-INTERRUPTED = 130  # the shell's exit code for ctrl-C
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,10 @@ class BatchOptions:
 
     def settings(self, engine: EngineOptions) -> str:
         """What decides the answers beside the lines, as one text."""
-        model = [engine.model, engine.dtype, engine.max_model_len, engine.random_weights]
+        model = [
+            *(engine.model, engine.dtype, engine.quantization),
+            *(engine.max_model_len, engine.random_weights),
+        ]
         kind = type(self.defaults).__name__
         parts = [model, kind, asdict(self.defaults), self.chat, self.system, self.model_names]
         return json.dumps(parts, sort_keys=True)

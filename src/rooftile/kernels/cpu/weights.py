@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rooftile.kernels.cpu import arguments, library
 from rooftile.kernels.cpu.arena import allocate
 from rooftile.kernels.cpu.arguments import DTYPES, GROUP, TILE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 QUANTISED = ("int8", "int8_blocks", "int4")
 # Blocks of a GGUF file that a format takes over as they are, and their number in `native/blocks.cpp`.
@@ -79,17 +82,30 @@ def put_blocks(
     shape: tuple[int, int],
     kind: str,
     blocks: np.ndarray,  # [rows, bytes of a row] uint8
-    order: Sequence[int] | None,
+    order: np.ndarray | None,  # [rows] int64
     first_row: int = 0,
 ) -> None:
-    """Take a GGUF's blocks over; row order[i] of the file becomes row first_row + i."""
+    """Take a GGUF's blocks over; stored row order[i] (or i) becomes row first_row + i."""
     weight = arguments.weight(format, list(tensors.values()), *shape)
-    places = None if order is None else np.asarray(order, dtype=np.int64)
+    rows = blocks.shape[0] if order is None else order.shape[0]
     library.native().rooftile_pack_blocks(
         *(BLOCKS[format][kind], blocks.ctypes.data, blocks.strides[0]),
-        *(None if places is None else places.ctypes.data, ctypes.byref(weight)),
-        *(first_row, blocks.shape[0], torch.get_num_threads()),
+        *(None if order is None else order.ctypes.data, ctypes.byref(weight)),
+        *(first_row, rows, torch.get_num_threads()),
     )
+
+
+def embed(
+    format: str, tensors: Sequence[Tensor], shape: tuple[int, int], ids: Tensor
+) -> Tensor:  # [tokens] int64 -> [tokens, columns] float32
+    """Rows of a packed weight."""
+    weight = arguments.weight(format, list(tensors), *shape)
+    ids = ids.contiguous()
+    out = torch.empty(ids.shape[0], shape[1])
+    library.native().rooftile_embed(
+        ctypes.byref(weight), ids.data_ptr(), ids.shape[0], out.data_ptr()
+    )
+    return out
 
 
 def unpack(format: str, tensors: Sequence[Tensor], rows: int, columns: int) -> Tensor:
