@@ -15,6 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from rooftile.bench.serve_client import Target
+from rooftile.bench.serve_load import Load, run_load
 from tests.server.live import LiveServer
 
 Make = Callable[..., LiveServer]
@@ -108,16 +110,9 @@ def test_a_slow_reader_holds_up_nobody(server: LiveServer) -> None:
 
 
 def test_500_connections_at_once(server: LiveServer) -> None:
-    async def main() -> list[int]:
-        limits = httpx.Limits(max_connections=500)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
-            body = {"prompt": "many", "max_tokens": 2}
-            answers = await asyncio.gather(
-                *(http.post("/v1/completions", json=body) for _ in range(500))
-            )
-        return [answer.status_code for answer in answers]
-
-    assert asyncio.run(main()) == [200] * 500
+    load = Load(500, input_len=2, output_len=2, concurrency=500)
+    records = asyncio.run(run_load(Target.parse(server.url), "tiny", load))
+    assert [(record.error, record.output_tokens) for record in records] == [(None, 2)] * 500
 
 
 def test_idle_connections_are_nothing(server: LiveServer) -> None:

@@ -112,21 +112,8 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
     def load() -> AsyncLLM:
         from rooftile.engine.async_llm import AsyncLLM
 
-        return AsyncLLM(
-            model,
-            engine="thread" if server.engine == "auto" else server.engine,
-            dtype=options.dtype,
-            quantization=options.quantization,
-            device=options.device,
-            page_size=options.page_size,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            num_pages=options.num_pages,
-            kv_memory_share=options.kv_memory_share,
-            prefix_cache=options.prefix_cache,
-            random_weights=options.random_weights,
-        )
+        settings = {**vars(options), "model": model}
+        return AsyncLLM(engine="thread" if server.engine == "auto" else server.engine, **settings)
 
     def on_ready(_: Server) -> None:
         print(f"{options.model} is ready at {address} (ctrl-C ends)", flush=True)

@@ -20,6 +20,7 @@ from rooftile.server.service import Service
 logger = logging.getLogger("rooftile.server")
 
 MAX_DEPTH = 64
+MAX_BRACKETS = 200_000  # millions of small arrays take seconds, in which no other thread runs
 LARGE = 64 * 1024  # bytes of a body that takes more than a moment to look through
 # Only text that escapes something as \uD8.. or \u0000 can hold a lone surrogate or NUL.
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
@@ -78,12 +79,15 @@ def parse_json(raw: bytes) -> Any:
     """JSON as the standard has it: no NaN, no infinities, UTF-8, whole characters, no NUL."""
     try:
         text = raw.decode("utf-8")
+        brackets = text.count("[") + text.count("{")
+        if brackets > MAX_BRACKETS:
+            raise ValueError(f"{brackets} opening brackets; at most {MAX_BRACKETS} are accepted")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise bad_request(f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ones
-        raise bad_request(f"the body is not valid JSON: {_short(str(error))}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH or SUSPECT_ESCAPE.search(text):
+        raise bad_request(f"the body is no JSON that can be read: {_short(str(error))}") from None
+    if brackets > MAX_DEPTH or SUSPECT_ESCAPE.search(text):
         _check_tree(value)
     return value
 
