@@ -31,8 +31,8 @@ def test_examples_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_exist(rooftile: Callable[..., Any]) -> None:
     commands = re.findall(
-        r"^rooftile ([a-z]+(?: engine| sharing)?) ", README.read_text(), re.MULTILINE
+        r"^rooftile ([a-z]+(?: engine| sharing| serve)?) ", README.read_text(), re.MULTILINE
     )
-    assert len(commands) == 8
+    assert len(commands) == 10
     for command in commands:
         assert rooftile(*command.split(), "--help").exit_code == 0
