@@ -20,7 +20,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def loaded() -> LLM:
-    return loading.load_llm(EngineOptions(model="demo", num_pages=256))
+    return loading.load_llm(EngineOptions(model="demo", dtype="float32", num_pages=256))
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def demo_model(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def test_generate_loads_the_demo_model_and_answers(rooftile: Run) -> None:
     result = rooftile(
-        "generate", "-m", "demo", "--num-pages", "64", "-t", "0", "What is the capital of France?"
-    )
+        "generate", "-m", "demo", "--dtype", "float32", "--num-pages", "64", "-t", "0",
+        "What is the capital of France?",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.stdout == "The capital of France is Paris.\n"
 

@@ -91,3 +91,20 @@ def test_loading_hands_every_option_to_the_engine(monkeypatch: pytest.MonkeyPatc
             assert seen[name] == getattr(options, name)
     assert seen["seed"] == 5
     EngineConfig(**seen)  # the engine knows every one of them
+
+
+@pytest.mark.parametrize("module", ["typer", "rooftile.cli.options", "torch"])
+def test_ctrl_c_while_importing_ends_quietly(module: str) -> None:
+    script = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from rooftile.cli.start import main\n"
+        "sys.argv = ['rooftile', 'doctor']\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
