@@ -30,6 +30,7 @@ from tests.ops.accuracy import opcheck
 
 KERNELS = SAMPLE.families
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+every_kernel_of_top = pytest.mark.parametrize("kernel", TOP_LOGPROBS.families)
 INTEGERS = {"top_k", "seeds", "sample_index", "position"}
 
 
@@ -439,10 +440,12 @@ def test_no_rows(kernel: str) -> None:
     for settings in (None, params(0, top_k=3, top_p=0.5)):
         out = sample(torch.empty(0, 8), settings, kernel=kernel)
         assert out.token_ids.shape == out.logprobs.shape == (0,)
-    assert [t.shape for t in top_logprobs(torch.empty(0, 8), 3, kernel=kernel)] == [(0, 3)] * 2
+    for of_top in TOP_LOGPROBS.families:
+        found = top_logprobs(torch.empty(0, 8), 3, kernel=of_top)
+        assert [t.shape for t in found] == [(0, 3)] * 2
 
 
-@every_kernel
+@every_kernel_of_top
 @given(
     rows=st.integers(1, 5),
     vocab=st.sampled_from([1, 3, 50, 700]),
@@ -470,7 +473,7 @@ def test_top_logprobs_and_ranks(
         assert token_ranks(logits, ids[:, place]).tolist() == [place + 1] * rows
 
 
-@every_kernel
+@every_kernel_of_top
 def test_top_logprobs_of_bad_rows(kernel: str) -> None:
     logits = torch.randn(3, 20)
     logits[0, 5], logits[1] = torch.nan, -torch.inf

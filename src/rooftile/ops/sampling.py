@@ -252,7 +252,7 @@ SAMPLE = Operator(
     "sample",
     f"(Tensor logits, {', '.join(f'Tensor? {name}' for name in NAMES)}) -> (Tensor, Tensor)",
     module="sampling",
-    families=("torch", "reference"),
+    families=("cpu", "torch", "reference"),
     call=_call,
     fake=lambda logits, *_: (
         logits.new_empty(logits.shape[0], dtype=torch.int64),

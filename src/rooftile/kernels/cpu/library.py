@@ -100,6 +100,7 @@ def _find() -> Path | str:
             "the native CPU kernels are not compiled and there is no C++ compiler; install g++ or "
             "clang++ (they are compiled on next use), or set CXX"
         )
+    print("rooftile: compiling the CPU kernels, once ...", file=sys.stderr, flush=True)
     try:
         compile_library(cached, compiler)
     except (RuntimeError, OSError) as error:
