@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -159,4 +160,46 @@ def test_damaged_json(directory: Path) -> None:
     assert load_model(str(directory), dtype=torch.float32).eos_token_ids == {3, 5, 7}
     (directory / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="expected a JSON object, found list"):
+        load_model(str(directory))
+
+
+def test_a_directory_in_the_place_of_a_file(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: cannot be read: .*of the right kind"
+    ):
+        load_model(str(directory))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_files_without_permission(
+    directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.endswith("index.json"):
+        (directory / name).write_text("{}")
+
+    def forbid(owner: Any, method: str) -> None:
+        real = getattr(owner, method)
+
+        def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
+            if str(path).endswith(name):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, refuse)
+
+    forbid(Path, "open")
+    forbid(Path, "read_text")
+    forbid(safetensors, "safe_open")
+    with pytest.raises(ValueError, match=rf"{name}: .*Permission denied; see .* may read it"):
+        load_model(str(directory))
+
+
+def test_an_index_nested_too_deep(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"index\.json: not a valid index"):
         load_model(str(directory))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,43 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         load_model(str(tmp_path))
     (tmp_path / "b.gguf").unlink()
     assert resolving.resolve(str(tmp_path)).path == tmp_path / "a.gguf"
+
+
+@pytest.mark.parametrize("model", [None, b"demo", 5, ["demo"]])
+def test_what_is_no_name(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"model is .*; give a \.gguf file, a directory"):
+        load_model(model)
+
+
+def test_paths(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_model(directory, random_weights=True).name == "tiny"
+    monkeypatch.chdir(tmp_path)
+    for absent in (tmp_path / "absent", Path("owner/name"), Path("demo")):  # never fetched
+        with pytest.raises(ValueError, match="no such file or directory; give"):
+            load_model(absent)
+    for name in ("x" * 5000, "~nobody-of-that-name/x", "a\0b"):
+        with pytest.raises(ValueError, match="no such file|name too long; see that") as caught:
+            load_model(name)
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("method", ["is_file", "is_dir", "open"])
+def test_places_without_permission(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF")
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    if method == "is_dir":
+        path.unlink()
+    monkeypatch.setattr(Path, method, refuse)
+    with pytest.raises(
+        ValueError, match=r"a\.gguf.* Permission denied; see that .* you may read it"
+    ):
+        load_model(str(path))
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

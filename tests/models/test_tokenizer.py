@@ -352,3 +352,56 @@ def test_directories_without_or_with_bad_files(directory: Path, tmp_path: Path) 
     (directory / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has tokenizer\.model but no tokenizer\.json; make one"):
         tokenizer_from_directory(directory)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("chat_template", value)
+            for value in (
+                5, True, ["x"], [{"name": "default"}], [{"template": "x"}], [[]], {"default": 5},
+                [{"name": 5, "template": "x"}],
+            )
+        ),
+        *(
+            ("added_tokens_decoder", value)
+            for value in (
+                5, "x", ["x"], {"x": {"content": "<a>"}}, {"-1": {"content": "<a>"}}, {"1": 5},
+                {"1": "<a>"}, {"1": {}}, {"1": {"content": 5}}, {"1": {"content": "\ud800"}},
+                {"1": {"content": "<a>", "special": "yes"}},
+                {"1": {"content": "<a>", "lstrip": []}},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_another_form_name_file_and_field(
+    directory: Path, field: str, value: Any
+) -> None:
+    edit(directory, **{field: value})
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {field}.* expected"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize("content", [DEEP, '{"a": ' + DEEP + "}", "\0", "{"])
+def test_json_that_cannot_be_read_names_its_file(directory: Path, name: str, content: str) -> None:
+    (directory / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"/{name}: "):
+        load(directory)
+
+
+def test_a_template_that_is_no_text_names_its_file(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe\0")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: not UTF-8 text"):
+        load(directory)
+    (directory / "chat_template.jinja").unlink()
+    edit(directory, chat_template=None)
+    (directory / "chat_template.json").write_text('{"chat_template": [5]}')
+    with pytest.raises(ValueError, match=r"chat_template\.json: chat_template is \[5\]; expected"):
+        load(directory)

@@ -68,6 +68,7 @@ class ChatTemplate:
             AttributeError,
             IndexError,
             OverflowError,
+            RecursionError,
         ) as error:
             raise ValueError(
                 f"the model's chat template refuses these messages: {error}"

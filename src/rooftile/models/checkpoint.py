@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rooftile.models.places import Place
+from rooftile.models.resolve import readable
 from rooftile.models.weights import WHOLE
 
 INDEX = "model.safetensors.index.json"
@@ -78,7 +79,7 @@ def _files(directory: Path) -> list[Path]:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             paths = sorted({directory / name for name in weight_map.values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{index}: not a valid index of safetensors files: {error!r}"
             ) from None
@@ -114,7 +115,8 @@ def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt")
+        with readable(str(path)):
+            return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(
             f"{path}: not a readable safetensors file ({error}); it is truncated or damaged: "

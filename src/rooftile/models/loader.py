@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from rooftile.models.places import Place, check_places, places
 from rooftile.models.random_weights import RandomWeights
 from rooftile.models.resolve import ModelFiles, readable, resolve
 from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
-from rooftile.models.weights import WeightSource
+from rooftile.models.weights import WeightSource, num_parameters
 from rooftile.ops.rotary_table import DynamicScaling
+from rooftile.planning.memory import check_memory
 
 # Tokens that end a turn wherever a vocabulary has them as special tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+QUANTISED_BITS = {"int8": 8, "int4": 4}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,13 +48,13 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Description:
-    """Everything about a model but its weights, which `source` opens and `places` finds in it."""
+    """Everything about a model but its weights: `names` are the checkpoint's, `source` opens it."""
 
     config: DecoderConfig
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    places: dict[str, Place]
-    source: Callable[[], Checkpoint | GGUFWeights]
+    names: Mapping[str, str]
+    source: Callable[[dict[str, Place]], Checkpoint | GGUFWeights]
 
 
 def load_model(
@@ -95,12 +97,15 @@ def load_model(
     dtype = dtype or default_dtype(device)
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype}; choose one of {', '.join(map(str, FLOAT_DTYPES))}")
+    if torch.device(device).type == "cpu":
+        _check_size(config, dtype, quantization, parallel or ParallelGroup(), str(files.path))
     if random_weights:
         source: WeightSource = RandomWeights(config, seed)
     else:
+        wanted = places(config, description.names)
         with readable(str(files.path)):
-            source = stored = description.source()
-        check_places(description.places, stored.shapes, stored.unexpected, str(files.path))
+            source = stored = description.source(wanted)
+        check_places(wanted, stored.shapes, stored.unexpected, str(files.path))
     decoder = build_decoder(
         config,
         source,
@@ -134,14 +139,13 @@ def _describe_directory(files: ModelFiles) -> _Description:
         *_ids(fields.get("eos_token_id"), path),
         *_ids(read_json(generation).get("eos_token_id"), generation),
     }
-    found = places(config, family.hf_names)
     ignored = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
     return _Description(
         config,
         tokenizer,
         _eos_ids(ids, tokenizer, config.vocab_size),
-        found,
-        lambda: Checkpoint(files.path, found, ignored),
+        family.hf_names,
+        lambda found: Checkpoint(files.path, found, ignored),
     )
 
 
@@ -157,13 +161,12 @@ def _describe_gguf(files: ModelFiles) -> _Description:
         for key in GGUF_EOS_KEYS
         for token_id in _ids(file.metadata.get(f"tokenizer.ggml.{key}"), file.path)
     }
-    found = places(config, family.gguf_names)
     return _Description(
         config,
         tokenizer,
         _eos_ids(ids, tokenizer, config.vocab_size),
-        found,
-        lambda: _gguf_source(file, family, config, found),
+        family.gguf_names,
+        lambda found: _gguf_source(file, family, config, found),
     )
 
 
@@ -197,6 +200,25 @@ def _with_length(config: DecoderConfig, length: int | None, name: str) -> Decode
     if not 1 <= length <= most:
         raise ValueError(f"max_model_len is {length}; {name} takes 1 to {most} tokens per sequence")
     return replace(config, max_position=length)
+
+
+def _check_size(
+    config: DecoderConfig, dtype: torch.dtype, quantization: str, group: ParallelGroup, where: str
+) -> None:
+    """Refuse a model that this machine can never hold; ValueError."""
+    bits = QUANTISED_BITS.get(quantization, 8 * dtype.itemsize)
+    check_memory(
+        f"{where}: a model of {len(config.layers)} layers, hidden size {config.hidden} and "
+        f"vocabulary size {config.vocab_size}",
+        num_parameters(config) * bits // (8 * group.size),
+        "check these fields, or take a smaller dtype or model",
+    )
+    rotaries = {layer.attention.rotary for layer in config.layers}
+    check_memory(
+        f"{where}: a context of {config.max_position} positions",
+        sum(4 * config.max_position * rotary.dim for rotary in rotaries if rotary is not None),
+        "check the field of the configuration, or lower max_model_len",
+    )
 
 
 def _ids(value: Any, where: Path) -> list[int]:

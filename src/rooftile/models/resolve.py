@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,17 +34,48 @@ class ModelFiles:
         return self.path.is_file()
 
 
-def resolve(model: str, *, need_weights: bool = True) -> ModelFiles:
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """What the operating system refuses within becomes a ValueError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        file = "" if error.filename in (None, where) else f"{error.filename!s:.200}: "
+        raise ValueError(
+            f"{where:.200}: cannot be read: {file}{reason}; see that it is where it should be, of "
+            f"the right kind, and that you may read it"
+        ) from None
+
+
+def resolve(model: str | Path, *, need_weights: bool = True) -> ModelFiles:
     """Find a model: "demo", a path, or a hub id (downloaded into the hub's cache, "@revision" allowed).
+    A `Path` is always a path.
 
     need_weights: False fetches only configuration and tokenizer from the hub.
 
     Raises:
         ValueError: nothing of that name; says what was looked for and what to do.
     """
+    if not isinstance(model, (str, Path)):
+        raise ValueError(f"model is {model!r:.200}; give {MODEL_FORMS}")
     if model == DEMO:
         return ModelFiles("SmolLM2-135M-Instruct", _demo())
-    path = Path(model).expanduser()
+    with readable(f"model {str(model)!r}"):
+        found = _local(str(model))
+    if found is not None:
+        return found
+    if isinstance(model, str) and HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+        repository, _, revision = model.partition("@")
+        return ModelFiles(repository, _from_hub(repository, revision or None, need_weights))
+    raise ValueError(f"model {str(model)!r:.200}: no such file or directory; give {MODEL_FORMS}")
+
+
+def _local(model: str) -> ModelFiles | None:
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~user, and there is no such user
+        return None
     if path.is_file():
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -54,10 +87,7 @@ def resolve(model: str, *, need_weights: bool = True) -> ModelFiles:
         return ModelFiles(path.stem, path)
     if path.is_dir():
         return ModelFiles(path.resolve().name, _inside(path))
-    if HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        repository, _, revision = model.partition("@")
-        return ModelFiles(repository, _from_hub(repository, revision or None, need_weights))
-    raise ValueError(f"model {model!r}: no such file or directory; give {MODEL_FORMS}")
+    return None
 
 
 def _inside(directory: Path) -> Path:

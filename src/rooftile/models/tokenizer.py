@@ -14,6 +14,8 @@ from rooftile.models.chat_template import ChatTemplate
 if TYPE_CHECKING:
     import tokenizers
 
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
 
 class Tokenizer:
     """A vocabulary, its special tokens, and the model's chat template where it has one.
@@ -175,13 +177,17 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower class
         raise ValueError(f"{file}: not a tokenizer that can be read: {error}") from None
-    config = read_json(directory / "tokenizer_config.json")
+    settings = directory / "tokenizer_config.json"
+    config = read_json(settings)
     special = {
         role: text
         for role, value in {**read_json(directory / "special_tokens_map.json"), **config}.items()
         if role.endswith("_token") and (text := _text_of(value)) is not None
     }
-    _add_missing_tokens(backend, config, special)
+    try:
+        _add_missing_tokens(backend, config, special)
+    except ValueError as error:
+        raise ValueError(f"{settings}: {error}") from None
     return Tokenizer(
         backend,
         special_tokens=special,
@@ -195,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -205,7 +211,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def _text_of(token: Any) -> str | None:
     """A token in a configuration is a string, or an object with the string as "content"."""
     text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which no vocabulary can hold
+        return None
+    return text
 
 
 def _add_missing_tokens(
@@ -214,16 +226,9 @@ def _add_missing_tokens(
     """Tokens that only tokenizer_config.json knows, in the order of their ids; and their being special."""
     from tokenizers import AddedToken
 
-    entries = config.get("added_tokens_decoder") or {}
-    for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        options = {
-            name: entry[name]
-            for name in ("single_word", "lstrip", "rstrip", "normalized")
-            if name in entry
-        }
-        token = AddedToken(entry["content"], special=entry.get("special", False), **options)
-        if backend.token_to_id(entry["content"]) is None:
-            backend.add_tokens([token])
+    for content, flags in _added_tokens(config):
+        if backend.token_to_id(content) is None:
+            backend.add_tokens([AddedToken(content, **flags)])
     known = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
     }
@@ -232,13 +237,50 @@ def _add_missing_tokens(
         backend.add_special_tokens([AddedToken(text, normalized=False) for text in extra])
 
 
+def _added_tokens(config: Mapping[str, Any]) -> list[tuple[str, dict[str, bool]]]:
+    """Text and flags of each entry of added_tokens_decoder, in the order of their ids."""
+    name = "added_tokens_decoder"
+    entries = config.get(name) or {}
+    if not isinstance(entries, dict):
+        raise ValueError(f"{name} is {entries!r:.80}; expected an object")
+    tokens = {}
+    for key, entry in entries.items():
+        if not key.isdecimal():
+            raise ValueError(f"{name} has the key {key!r:.80}; expected a token id")
+        content = _text_of(entry) if isinstance(entry, dict) else None
+        if content is None:
+            raise ValueError(
+                f"{name}[{key!r:.80}] is {entry!r:.80}; expected an object with its text as content"
+            )
+        flags = {flag: entry[flag] for flag in TOKEN_FLAGS if flag in entry}
+        for flag, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(
+                    f"{name}[{key!r:.80}]: {flag} is {value!r:.80}; expected true or false"
+                )
+        tokens[int(key)] = (content, flags)
+    return [tokens[token_id] for token_id in sorted(tokens)]
+
+
 def _template_of(directory: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or read_json(directory / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return template
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text: {error}") from None
+    file, template = directory / "tokenizer_config.json", config.get("chat_template")
+    if not template:
+        file = directory / "chat_template.json"
+        template = read_json(file).get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    named = template
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+    if not isinstance(named, dict) or not all(isinstance(t, str) for p in named.items() for t in p):
+        raise ValueError(
+            f"{file}: chat_template is {template!r:.80}; expected a text, or a list of objects with "
+            f"the texts name and template"
+        )
+    return named

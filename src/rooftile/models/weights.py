@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -52,6 +54,14 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, config.hidden)
     return shapes
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """Without a list of them all: a configuration may ask for more than can be listed."""
+    count = config.hidden + config.vocab_size * config.hidden * (1 if config.tie_embeddings else 2)
+    for layer, times in Counter(config.layers).items():
+        count += times * sum(prod(shape) for shape in _layer_shapes(layer, config.hidden).values())
+    return count
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:

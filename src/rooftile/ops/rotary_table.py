@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -201,8 +202,10 @@ class RotaryConfig:
             if given.get("factor") is None and isinstance(original, int) and original > 0:
                 given["factor"] = max_position / original
             given = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-        if kind == "yarn" and given.get("factor", 0) is None and given.get(ORIGINAL):
-            given["factor"] = max_position / given[ORIGINAL]
+        if kind == "yarn" and given.get("factor", 0) is None:
+            original = given.get(ORIGINAL)
+            if isinstance(original, int) and original > 0:
+                given["factor"] = max_position / original
         required = {name for name, field in names.items() if field.default is MISSING}
         # A null in the file is an optional field left out.
         given = {n: value for n, value in given.items() if value is not None or n in required}
@@ -308,7 +311,7 @@ def _check_number(
         not isinstance(value, (int, float))
         or isinstance(value, bool)
         or (integer and not isinstance(value, int))
-        or not math.isfinite(value)
+        or not abs(value) <= sys.float_info.max  # neither NaN nor an integer beyond all floats
         or value < at_least
         or value <= above
     ):

@@ -37,7 +37,7 @@ def family_of_config(fields: Fields) -> Family:
     Raises:
         ValueError: none of ours; lists the supported ones.
     """
-    names = fields.get("architectures") or []
+    names = fields.names("architectures")
     model_type = fields.get("model_type")
     for family in FAMILIES:
         if any(name in family.architectures for name in names):

@@ -58,7 +58,7 @@ def uniform_decoder(
     """
     fields.refuse(**{name: off for name, off in FEATURES.items() if name not in understood})
     num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
     each = windows if isinstance(windows, tuple) else (windows,) * num_layers
     kv_heads, head_dim = fields.integer("num_key_value_heads", num_heads), head_dim_of(fields)
     try:
@@ -97,7 +97,7 @@ def dense_mlp(fields: Fields, bias: bool = False, field: str = "hidden_act") -> 
 
 def activation(fields: Fields, field: str = "hidden_act") -> str:
     name = fields.get(field, "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise fields.error(field, f"is {name!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -113,7 +113,7 @@ def layer_windows(
     fields: Fields, window: int | None, is_windowed: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
     """The window of each layer, by `layer_types`, or where that is absent by its index."""
-    kinds, num_layers = fields.get("layer_types"), fields.integer("num_hidden_layers")
+    kinds, num_layers = fields.get("layer_types"), fields.count("num_hidden_layers")
     if kinds is None:
         return tuple(window if is_windowed(index) else None for index in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -137,10 +137,12 @@ def rotary(
     fields: Fields, parameters: Mapping[str, Any] | None = None, base: float | None = None
 ) -> RotaryConfig:
     """Of the whole model, or of one kind of layers with these `parameters` and default `base`."""
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    name = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
     given = dict(fields.table(name) if parameters is None else parameters)
     max_position = fields.integer("max_position_embeddings")
     kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str):
+        raise fields.error(name, f"has rope_type {kind!r:.200}; expected a name")
     if kind in ("llama3", "yarn", "longrope"):
         original = fields.get(ORIGINAL, given.get(ORIGINAL))
         given[ORIGINAL] = max_position if original is None else original

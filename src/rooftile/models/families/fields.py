@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 _MISSING = object()
+LARGEST = 2**31 - 1  # of any size
+MOST_PARTS = 10_000
 
 
 class Fields:
@@ -38,18 +41,36 @@ class Fields:
         """Whether the field is present, be it null."""
         return self.prefix + name in self.values
 
-    def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+    def integer(
+        self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = LARGEST
+    ) -> int:
         value = self._required(name, default)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # GGUF may give a number per layer
+        # GGUF, whose fields have a prefix, may give a number per layer.
+        if (
+            self.prefix
+            and isinstance(value, list)
+            and value
+            and value.count(value[0]) == len(value)
+        ):
+            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(name, f"is {value!r}; expected one integer of at least {least}")
+            raise self.error(name, f"is {value!r:.200}; expected one integer of at least {least}")
+        if value > most:
+            raise self.error(name, f"is {value!r:.200}; expected at most {most}")
         return value
+
+    def count(self, name: str, default: Any = _MISSING) -> int:
+        """A number of parts that are built one by one: layers, experts."""
+        return self.integer(name, default, most=MOST_PARTS)
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise self.error(name, f"is {value!r}; expected a positive number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value <= sys.float_info.max
+        ):
+            raise self.error(name, f"is {value!r:.200}; expected a positive, finite number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -58,10 +79,16 @@ class Fields:
             raise self.error(name, f"is {value!r}; expected true or false")
         return value
 
+    def names(self, name: str) -> list[str]:
+        value = self.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, f"is {value!r:.200}; expected a list of names")
+        return value
+
     def table(self, name: str) -> dict[str, Any]:
         value = self.get(name, {})
         if not isinstance(value, dict):
-            raise self.error(name, f"is {value!r}; expected an object")
+            raise self.error(name, f"is {value!r:.200}; expected an object")
         return value
 
     def refuse(self, **allowed: tuple[Any, ...]) -> None:

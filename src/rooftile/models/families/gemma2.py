@@ -76,7 +76,7 @@ def gemma_options(fields: Fields) -> dict[str, Any]:
 
 
 def cap(fields: Fields, name: str) -> float:
-    return 0.0 if not fields.get(name) else fields.number(name)
+    return 0.0 if fields.get(name) in (None, 0) else fields.number(name)
 
 
 def gguf_config(file: GGUFFile, fields: Fields) -> DecoderConfig:

@@ -58,12 +58,15 @@ def _rotaries(fields: Fields) -> tuple[RotaryConfig, RotaryConfig]:
     """Angles of the layers that see everything, and of those with a window."""
     given = fields.table("rope_parameters")
     if FULL in given or SLIDING in given:
-        full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}
+        kinds = Fields(given, f"{fields.where}: rope_parameters")
+        full, sliding = kinds.table(FULL), kinds.table(SLIDING)
         return rotary(fields, full, GLOBAL_BASE), rotary(fields, sliding, LOCAL_BASE)
-    local = RotaryConfig(
-        fields.integer("head_dim"), fields.number("rope_local_base_freq", LOCAL_BASE)
-    )
-    return rotary(fields, base=fields.number("rope_theta", GLOBAL_BASE)), local
+    everywhere = rotary(fields, base=fields.number("rope_theta", GLOBAL_BASE))
+    base = fields.number("rope_local_base_freq", LOCAL_BASE)
+    try:
+        return everywhere, RotaryConfig(fields.integer("head_dim"), base)
+    except ValueError as error:
+        raise fields.located(error) from None
 
 
 def _with_local_rotary(config: DecoderConfig, local: RotaryConfig) -> DecoderConfig:
@@ -81,7 +84,10 @@ def gguf_config(file: GGUFFile, fields: Fields) -> DecoderConfig:
     plain = gguf_gemma(file, fields, PERIOD, LAYERS_27B, attention={"qk_norm": "head"})
     spec = plain.layers[0].attention
     base = fields.number("rope.freq_base_swa", LOCAL_BASE)
-    return _with_local_rotary(plain, RotaryConfig(spec.head_dim, base))
+    try:
+        return _with_local_rotary(plain, RotaryConfig(spec.head_dim, base))
+    except ValueError as error:
+        raise fields.located(error) from None
 
 
 GEMMA3 = Family(

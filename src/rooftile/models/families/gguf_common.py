@@ -71,7 +71,7 @@ def gguf_decoder(
         )
         one = LayerSpec(spec, dense if mlp is None else mlp, **(layer or {}))
         return DecoderConfig(
-            layers=(one,) * fields.integer("block_count"),
+            layers=(one,) * fields.count("block_count"),
             hidden=fields.integer("embedding_length"),
             vocab_size=embedding.shape[0] if embedding else fields.integer("vocab_size"),
             max_position=fields.integer("context_length"),
@@ -108,7 +108,7 @@ def gguf_window(fields: Fields) -> int | None:
 
 def gguf_windowed_layers(fields: Fields, period: int) -> list[bool]:
     """Which layers have a window: as the file says, else all but one in `period`."""
-    num_layers = fields.integer("block_count")
+    num_layers = fields.count("block_count")
     name = "attention.sliding_window_pattern"
     pattern = fields.get(name)
     if isinstance(pattern, list):
@@ -133,7 +133,7 @@ def gguf_experts(fields: Fields) -> MoeSpec:
         name = "feed_forward_length"
     try:
         return MoeSpec(
-            num_experts=fields.integer("expert_count"),
+            num_experts=fields.count("expert_count"),
             top_k=fields.integer("expert_used_count"),
             intermediate=fields.integer(name),
         )

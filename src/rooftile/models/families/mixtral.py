@@ -27,7 +27,7 @@ def config(fields: Fields) -> DecoderConfig:
     fields.refuse(attention_bias=(False,), mlp_bias=(False,), layer_types=())
     try:
         experts = MoeSpec(
-            num_experts=fields.integer("num_local_experts"),
+            num_experts=fields.count("num_local_experts"),
             top_k=fields.integer("num_experts_per_tok"),
             intermediate=fields.integer("intermediate_size"),
             activation=activation(fields),

@@ -38,7 +38,7 @@ def config(fields: Fields) -> DecoderConfig:
     name = "num_local_experts" if fields.get("num_local_experts") is not None else "num_experts"
     try:
         experts = MoeSpec(
-            num_experts=fields.integer(name, 128),
+            num_experts=fields.count(name, 128),
             top_k=fields.integer("num_experts_per_tok"),
             intermediate=fields.integer("moe_intermediate_size"),
             activation=activation(fields),
@@ -56,6 +56,10 @@ def config(fields: Fields) -> DecoderConfig:
     )
     every = fields.integer("decoder_sparse_step", 1)
     dense_layers = fields.get("mlp_only_layers", [])
+    if not isinstance(dense_layers, list) or any(type(item) is not int for item in dense_layers):
+        raise fields.error(
+            "mlp_only_layers", f"is {dense_layers!r:.200}; expected a list of layers"
+        )
     layers = tuple(
         replace(layer, mlp=dense_mlp(fields))
         if index in dense_layers or (index + 1) % every
