@@ -89,6 +89,8 @@ class PagedOracleRunner(Runner):
         failing, self.fail_next = self.fail_next, None
         if failing == 0:
             raise RuntimeError("injected before the step")
+        for row in step.freed:
+            self.starts.pop(row, None)
         for start in step.starts:
             self.starts[start.row] = start
         for update in step.page_updates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,7 @@ from rooftile.engine.core import EngineCore, SequenceDelta
 from rooftile.engine.memory import Demand
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Sequence
+from rooftile.engine.step import StepInput, StepOutput
 from tests.engine.paged_oracle import (
     EOS,
     VOCAB,
@@ -396,3 +398,26 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_rows_are_named_once_their_sequence_is_gone() -> None:
+    """Also of sequences that were preempted, and never those that the step itself uses."""
+    core, runner, _ = make_core(num_pages=9, page_size=2, pipeline_depth=2, max_num_seqs=4)
+    held: set[int] = set()
+    launch = runner.launch
+
+    def watched(step: StepInput) -> Callable[[], StepOutput]:
+        held.difference_update(step.freed)
+        held.update(start.row for start in step.starts)
+        assert {entry.row for entry in step.entries} <= held
+        assert {sample.row for sample in step.samples} <= held
+        return launch(step)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    for index in range(6):
+        core.add_request(str(index), [index, 1, 2], params(n=2, ignore_eos=True))
+    run(core)
+    assert core.stats().num_preemptions > 0
+    core.add_request("last", [1], params(max_tokens=2, ignore_eos=True))
+    run(core)
+    assert len(held) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -533,3 +535,31 @@ def test_without_a_tokenizer_ids_still_work(model_path: str, tmp_path: Path) -> 
         llm.generate([1], SamplingParams(stop="x"))
     with pytest.raises(ValueError, match="cannot chat"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_what_finished_sequences_kept_goes_with_the_next_step(llm: LLM) -> None:
+    """Token counts of penalties take a vocabulary a row; a processor holds whatever it refers to."""
+
+    class Processor:
+        def __call__(self, output_ids: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
+            return logits
+
+    def tables() -> int:
+        gc.collect()
+        return sum(
+            type(thing) is torch.Tensor
+            and thing.shape == (llm.model_config.vocab_size,)
+            and thing.dtype in (torch.bool, torch.int32)
+            for thing in gc.get_objects()
+        )
+
+    before = tables()
+    processor = Processor()
+    alive = weakref.ref(processor)
+    options = {"max_tokens": 3, "seed": 1, "ignore_eos": True}
+    llm.generate([[1, 2, 3]], SamplingParams(n=3, frequency_penalty=0.5, **options))
+    llm.generate([[1, 2, 3]], SamplingParams(n=3, logits_processor=processor, **options))
+    del processor
+    llm.generate([[4]], SamplingParams(max_tokens=1))
+    assert tables() == before
+    assert alive() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given
 
 from rooftile.engine import memory
 from rooftile.engine.llm import LLM
+from rooftile.engine.params import SamplingParams
 from rooftile.kvcache.spec import KVGroup
+from rooftile.planning import memory as planned
 from rooftile.types import KVSpec
 
 SPEC = KVSpec(heads=2, k_dim=8, v_dim=4, dtype=torch.float32)  # 96 bytes a token
@@ -85,3 +88,38 @@ def test_the_share_sizes_the_engine(make_llm: Callable[..., LLM]) -> None:
     assert llm.stats().kv_tokens == 3 * 160
     with pytest.raises(ValueError, match="max_model_len is 161; .* takes 1 to 160 tokens"):
         make_llm(max_model_len=161)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pages": 10**12}, r"num_pages 1000000000000 .* needs \d+ bytes .*; lower num_pages"),
+        ({"num_pages": 10**30}, r"num_pages 10+ .* needs \d+ bytes .*; lower num_pages"),
+        ({"max_num_seqs": 10**12}, r"max_num_seqs 10+,.* needs \d+ bytes .*; lower max_num_seqs"),
+        ({"max_num_seqs": 10**30, "num_pages": None}, r"needs \d+ bytes .*; lower max_num_seqs"),
+    ],
+)
+def test_more_than_the_machine_has_is_refused_with_the_bytes(
+    make_llm: Callable[..., LLM], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm(**options)
+
+
+def test_budgets_take_no_memory(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_batched_tokens=10**30)
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].finished
+
+
+def test_what_a_container_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "CGROUP", tmp_path)
+    machine = planned.total_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert planned.total_bytes() == machine > 2**28
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert planned.total_bytes() == 1000000
+    planned.check_memory("all of it", 1000000, "lower it")
+    with pytest.raises(
+        ValueError, match="more needs 1000001 bytes of memory and there are 1000000; lower it"
+    ):
+        planned.check_memory("more", 1000001, "lower it")

@@ -8,7 +8,7 @@ import torch
 
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import EngineCore, Limits
-from rooftile.engine.memory import Demand, free_memory_bytes, pages_that_fit
+from rooftile.engine.memory import Demand, check_kv_memory, free_memory_bytes, pages_that_fit
 from rooftile.engine.runner import Runner
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.spec import group_layers
@@ -50,13 +50,15 @@ def build_engine(
             config.num_pages if window is None else min(config.num_pages, most)
             for window, most in zip(windows, most_pages, strict=True)
         ]
+    row_pages = -(-max_model_len // config.page_size)
+    check_kv_memory(groups, pages, config.page_size, config.max_num_seqs, row_pages)
     # The native step is faster at every size that it can run.
     runner = Runner(
         NativeStep(model.decoder) if native.refusal(model.decoder) is None else model.decoder,
         KVStorage(groups, pages, config.page_size, device),
         page_size=config.page_size,
         max_rows=config.max_num_seqs,
-        max_pages_per_row=-(-max_model_len // config.page_size),
+        max_pages_per_row=row_pages,
         device=device,
     )
     cache = KVCache(len(groups), pages, config.page_size, config.prefix_cache, windows)

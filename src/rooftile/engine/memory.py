@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rooftile.kvcache.spec import KVGroup
+from rooftile.planning.memory import check_memory
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+# Of one row: its token, sampling numbers and entries of lists; and of a page in its page tables.
+ROW_BYTES, TABLE_ENTRY_BYTES = 128, 4
 
 
 def free_memory_bytes() -> int:
@@ -29,6 +32,26 @@ def _available() -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024  # the kernel's kB are KiB
     raise RuntimeError(f"{MEMINFO} has no line MemAvailable; give num_pages")
+
+
+def check_kv_memory(
+    groups: Sequence[KVGroup], pages: Sequence[int], page_size: int, rows: int, row_pages: int
+) -> None:
+    """Refuse more pages or rows (of row_pages page-table entries a group) than memory can hold.
+
+    Raises:
+        ValueError: gives the bytes, and what to lower.
+    """
+    check_memory(
+        f"num_pages {max(pages)} with page_size {page_size}",
+        sum(n * page_size * g.bytes_per_token for n, g in zip(pages, groups, strict=True)),
+        "lower num_pages",
+    )
+    check_memory(
+        f"max_num_seqs {rows}, with page tables of {row_pages} pages each,",
+        rows * (ROW_BYTES + TABLE_ENTRY_BYTES * row_pages * len(groups)),
+        "lower max_num_seqs or max_model_len",
+    )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class Runner:
         return lambda: output
 
     def _run(self, step: StepInput) -> StepOutput:
+        for row in step.freed:
+            self._sampler.drop(row)
         for start in step.starts:
             self._sampler.start(start)
         for update in step.page_updates:

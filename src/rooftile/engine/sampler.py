@@ -40,16 +40,21 @@ class Sampler:
         # The tokens so far, on the host, for rows with a logits processor.
         self._output_ids: dict[int, list[int]] = {}
 
+    def drop(self, row: int) -> None:
+        """Forget what grows with the vocabulary or the text of a row's sequence."""
+        self._starts[row] = None
+        self._prompt_mask.pop(row, None)
+        self._output_counts.pop(row, None)
+        self._output_ids.pop(row, None)
+
     def start(self, start: RowStart) -> None:
         row = start.row
+        self.drop(row)
         self._starts[row] = start
         for name, table in self._numbers.items():
             table[row] = getattr(start.params, name)
         self._seeds[row] = start.seed
         self._sample_index[row] = start.sample_index
-        self._prompt_mask.pop(row, None)
-        self._output_counts.pop(row, None)
-        self._output_ids.pop(row, None)
         if start.params.logits_processor is not None:
             self._output_ids[row] = list(start.output_ids)
         if start.params.counts_tokens:

@@ -48,6 +48,7 @@ class Scheduler:
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # by arrival
         self.running: OrderedDict[Request, None] = OrderedDict()  # by arrival
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._freed: set[int] = set()  # since the last step, and not taken again
         self.num_preemptions = 0
 
     @property
@@ -62,15 +63,18 @@ class Scheduler:
     def schedule(self, step: int) -> ScheduledStep | None:
         """The next step, or None where nothing can run before something in flight completes."""
         plan = ScheduledStep(StepInput(step))
-        if self._schedule_suspect(plan):
-            return plan
-        stalled = False
-        for request in list(self.running):
-            if request in self.running and not request.suspect:  # not preempted just now
-                stalled |= not self._schedule_request(plan, request)
-        if not stalled:
-            self._admit_waiting(plan)
-        return plan if plan.scheduled else None
+        if not self._schedule_suspect(plan):
+            stalled = False
+            for request in list(self.running):
+                if request in self.running and not request.suspect:  # not preempted just now
+                    stalled |= not self._schedule_request(plan, request)
+            if not stalled:
+                self._admit_waiting(plan)
+        if not plan.scheduled:
+            return None
+        plan.input.freed = sorted(self._freed)
+        self._freed.clear()
+        return plan
 
     def _schedule_suspect(self, plan: ScheduledStep) -> bool:
         """A request from a failed step runs alone, so that a second failure is its own."""
@@ -98,11 +102,16 @@ class Scheduler:
         if rows > len(self.free_rows) or any(s.num_pending for s in sequences):
             return False
         for sequence in sequences:
-            sequence.row = self.free_rows.pop()
-        request.spare_rows = [self.free_rows.pop() for _ in range(rows - len(sequences))]
+            sequence.row = self._take_row()
+        request.spare_rows = [self._take_row() for _ in range(rows - len(sequences))]
         del self.waiting[request]
         self.running[request] = None
         return True
+
+    def _take_row(self) -> int:
+        row = self.free_rows.pop()
+        self._freed.discard(row)
+        return row
 
     def _schedule_request(self, plan: ScheduledStep, request: Request) -> bool:
         """Schedule what the budget allows; False if some sequence found no pages."""
@@ -275,6 +284,7 @@ class Scheduler:
     def _free_row(self, sequence: Sequence) -> None:
         if sequence.row is not None:
             self.free_rows.append(sequence.row)
+            self._freed.add(sequence.row)
             sequence.row = None
         sequence.row_started = False
 

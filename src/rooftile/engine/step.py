@@ -72,6 +72,7 @@ class ScoreSlot:
 @dataclass
 class StepInput:
     step: int
+    freed: list[int] = field(default_factory=list)  # rows that no sequence has any more
     starts: list[RowStart] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)  # applied in order, before any write
