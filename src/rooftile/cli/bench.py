@@ -11,6 +11,7 @@ import typer
 from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
+from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 COUNTED = {"prefill": "prompt tokens", "output": "new tokens", "total": "prompt and new tokens"}
 
-bench_app = typer.Typer(help="Measure speed and memory.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
 
 
 @bench_app.callback()
@@ -39,6 +40,7 @@ def bench() -> None:
 
 bench_app.command("sharing")(bench_sharing)
 bench_app.command("serve")(bench_serve)
+bench_app.command("quality")(bench_quality)
 
 
 @bench_app.command("engine")
