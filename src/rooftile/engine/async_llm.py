@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rooftile.engine.build import build_engine
@@ -47,7 +48,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         engine: str = "thread",
         on_progress: Callable[[str, float], None] | None = None,

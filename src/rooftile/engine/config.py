@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,7 +32,7 @@ class EngineConfig:
     pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known.
     """
 
-    model: str
+    model: str | Path
     dtype: str = "auto"
     device: str = "auto"
     quantization: str = "none"
@@ -77,7 +78,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 
     @classmethod
-    def build(cls, model: str, **options: Any) -> EngineConfig:
+    def build(cls, model: str | Path, **options: Any) -> EngineConfig:
         """Like the constructor, but an unknown option is a ValueError that lists the known ones."""
         known = [field.name for field in fields(cls) if field.name != "model"]
         for name in options:

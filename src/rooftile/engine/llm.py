@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from rooftile.engine.build import build_engine
@@ -34,7 +35,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         on_progress: Callable[[str, float], None] | None = None,
         **options: Any,
