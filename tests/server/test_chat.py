@@ -156,7 +156,11 @@ def test_an_unknown_field_is_logged_and_ignored(
     with server.http() as http:
         body = {"messages": HELLO, "max_tokens": 1, "frobnicate\n": 3}
         assert http.post("/v1/chat/completions", json=body).status_code == 200
-    assert "unknown field 'frobnicate\\n' ignored" in caplog.text
+        body |= {f"field{number}": None for number in range(500)}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert "unknown fields ignored: 'frobnicate\\n'" in caplog.text
+    assert "and 491 more" in caplog.text
+    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
 
 
 def test_tokenize(server: LiveServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 from rooftile.cli.main import app
 from rooftile.engine.async_llm import AsyncLLM
 from rooftile.engine.process import EngineProcess
+from rooftile.server import run
 from rooftile.server.address import bind
 from tests.server.live import LiveServer
 
@@ -206,6 +208,28 @@ def test_ending_twice_ends_at_once(make_server: Make) -> None:
         assert whole.result(20).json()["error"]["code"] == "shutting_down"
     server.thread.join(30)
     assert not server.thread.is_alive()
+
+
+def test_a_reader_that_never_reads_cannot_keep_it_alive(
+    make_server: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LAST_SECONDS", 1.0)
+    server = make_server(config={"drain_seconds": 1.0})
+    body = json.dumps({**LONG, "prompt": ["x"] * 100, "logprobs": 20, "stream": True}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((host, int(port)))
+        reader.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        while server.stats().generation_tokens < 2000:
+            time.sleep(0.05)
+        began = time.monotonic()
+        server.end()
+        assert time.monotonic() - began < 15
+    assert server.error is None
 
 
 def test_a_port_is_bound_once() -> None:

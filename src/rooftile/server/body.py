@@ -21,6 +21,7 @@ logger = logging.getLogger("rooftile.server")
 
 MAX_DEPTH = 64
 MAX_BRACKETS = 200_000  # millions of small arrays take seconds, in which no other thread runs
+MOST_NAMED = 10  # unknown fields of a request in the log
 LARGE = 64 * 1024  # bytes of a body that takes more than a moment to look through
 # Only text that escapes something as \uD8.. or \u0000 can hold a lone surrogate or NUL.
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
@@ -140,12 +141,17 @@ def validate(value: Any, model: type[Model]) -> Model:
         parsed = model.model_validate(value)
     except ValidationError as error:
         raise _first_problem(error) from None
+    unknown = []
     for name, extra in (parsed.model_extra or {}).items():
         accepted = model.unsupported.get(name)
         if accepted is None:
-            logger.warning("%s: unknown field %s ignored", model.__name__, ascii(name)[:80])
+            unknown.append(ascii(name)[:80])
         elif extra is not None and extra not in accepted:
             raise bad_request(f"{name} is not supported by this server; leave it out", name)
+    if unknown:
+        more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        names = ", ".join(unknown[:MOST_NAMED])
+        logger.warning("%s: unknown fields ignored: %s%s", model.__name__, names, more)
     return parsed
 
 
