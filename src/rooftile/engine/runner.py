@@ -69,7 +69,7 @@ class Runner:
             return StepOutput([], [], prompt_logprobs=prompt_logprobs)
         last = cu_seqlens_q[1:].to(torch.int64) - 1
         entries = torch.tensor([sample.entry for sample in step.samples], device=self._device)
-        logits = self._decoder.logits(hidden[last[entries]])
+        logits = self._decoder.logits(hidden.index_select(0, last[entries]))
         tokens, output = self._sampler.sample(logits, step.samples)
         rows = torch.tensor([sample.row for sample in step.samples], device=self._device)
         self._last_token[rows] = tokens
@@ -98,8 +98,9 @@ class Runner:
 
         cu_seqlens_q = torch.zeros(len(entries) + 1, dtype=torch.int32, device=device)
         torch.cumsum(q_lens, 0, out=cu_seqlens_q[1:])
-        of_token = torch.repeat_interleave(
-            torch.arange(len(entries), device=device), q_lens, output_size=len(token_ids)
+        # From the host, which knows it: torch's repeat_interleave wakes its threads for nothing.
+        of_token = torch.tensor(
+            [i for i, entry in enumerate(entries) for _ in entry.token_ids], device=device
         )
         offset = torch.arange(len(token_ids), device=device) - cu_seqlens_q[of_token]
         positions = first[of_token] + offset

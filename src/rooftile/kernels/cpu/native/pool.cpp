@@ -20,8 +20,16 @@ namespace {
 // Longer than the gap between two operators of a step, shorter than anybody would notice as load.
 constexpr auto SPIN = std::chrono::microseconds(60);
 constexpr int SPINS_BEFORE_YIELD = 4000;
+// Where other processes want the cores, a worker is suspended with a chunk in its hands and everybody
+// waits for it, or it wakes up too late and its spinning takes the caller's time. Then jobs run on
+// the calling thread alone for a while: longer each time, until jobs run through again.
+constexpr auto STALL = std::chrono::microseconds(150), NO_HELP = std::chrono::microseconds(1000);
+constexpr auto LEAST_PAUSE = std::chrono::milliseconds(2), MOST_PAUSE = std::chrono::milliseconds(64);
+constexpr int JOBS_TO_FORGIVE = 400;
 constexpr int64_t MOST_CHUNKS = (1 << 20) - 4096;
 constexpr int MOST_THREADS = 512;
+
+using Clock = std::chrono::steady_clock;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -49,6 +57,10 @@ struct Pool {
     std::condition_variable wake;
     std::mutex owner;
     int workers = 0;
+    Clock::time_point alone_until{};
+    Clock::duration pause = LEAST_PAUSE;
+    Clock::time_point unhelped_since{};
+    int smooth_jobs = 0, unhelped = 0;
 
     bool take_one() {
         uint64_t seen = state.load(std::memory_order_acquire);
@@ -104,8 +116,16 @@ struct Pool {
             { std::lock_guard<std::mutex> lock(sleep_mutex); }
             wake.notify_all();
         }
-        while (take_one()) {
+        Clock::time_point began = Clock::now();
+        int mine = 0;
+        while (take_one()) ++mine;
+        Clock::time_point idle = Clock::now();
+        if (mine == chunks) {
+            if (unhelped++ == 0) unhelped_since = began;
+            if (unhelped >= 8 && idle - unhelped_since > NO_HELP) stay_alone(idle);
+            return;
         }
+        unhelped = 0;
         for (int i = 0; done.load(std::memory_order_acquire) < chunks; ++i) {
             if (i < SPINS_BEFORE_YIELD) {
                 relax();
@@ -113,6 +133,26 @@ struct Pool {
                 sched_yield();  // whoever holds the last chunk may be waiting for this core
             }
         }
+        // Another's last chunk may take as long as one of ours.
+        Clock::duration fair = mine ? 3 * (idle - began) / mine : Clock::duration(LEAST_PAUSE);
+        Clock::time_point now = Clock::now();
+        if (now - idle < STALL + fair) {
+            forgive();
+            return;
+        }
+        stay_alone(now);
+    }
+
+    void stay_alone(Clock::time_point now) {
+        alone_until = now + pause;
+        pause = 2 * pause < MOST_PAUSE ? 2 * pause : Clock::duration(MOST_PAUSE);
+        smooth_jobs = unhelped = 0;
+    }
+
+    void forgive() {
+        if (++smooth_jobs < JOBS_TO_FORGIVE) return;
+        smooth_jobs = 0;
+        if (pause > LEAST_PAUSE) pause /= 2;
     }
 };
 
@@ -142,6 +182,10 @@ void run_chunks(int threads, int64_t chunks, void (*f)(void*, int64_t), void* co
         return;
     }
     std::lock_guard<std::mutex> lock(p->owner, std::adopt_lock);
+    if (Clock::now() < p->alone_until) {
+        for (int64_t i = 0; i < chunks; ++i) f(context, i);
+        return;
+    }
     inside = true;
     if (chunks <= MOST_CHUNKS) {
         p->run(threads, chunks, f, context);
