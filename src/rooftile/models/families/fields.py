@@ -70,7 +70,9 @@ class Fields:
             or not isinstance(value, (int, float))
             or not 0 < value <= sys.float_info.max
         ):
-            raise self.error(name, f"is {value!r:.200}; expected a positive number that a float holds")
+            raise self.error(
+                name, f"is {value!r:.200}; expected a positive number that a float holds"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
