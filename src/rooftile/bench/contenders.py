@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rooftile.bench.other_engines import LlamaCpp, OpenVino
 from rooftile.bench.workloads import Request
 
 if TYPE_CHECKING:
@@ -119,10 +120,15 @@ class Transformers:
         return [min(new, r.max_tokens) * min(answers, r.n) for r in requests]
 
 
-PEERS = {"transformers": Transformers}
+Peer = type[Transformers] | type[LlamaCpp] | type[OpenVino]
+PEERS: dict[str, Peer] = {
+    "llama-cpp": LlamaCpp,
+    "transformers": Transformers,
+    "openvino": OpenVino,
+}
 
 
-def peer_types(names: str) -> list[type[Transformers]]:
+def peer_types(names: str) -> list[Peer]:
     """ "a,b" -> the classes of the peers.
 
     Raises:

@@ -59,7 +59,10 @@ def bench_engine(
         ),
     ] = None,
     peers: Annotated[
-        str, typer.Option(metavar="NAMES", help="Peers, separated by commas: transformers.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Peers, separated by commas: llama-cpp, transformers, openvino."
+        ),
     ] = "",
     num_requests: Annotated[
         int | None, typer.Option(help="Requests per run instead of the workload's own.")
