@@ -30,7 +30,7 @@ SYSTEM = (
 QUESTIONS = (
     "What is the capital of France?",
     "Who painted the Mona Lisa?",
-    "What is water made of?",
+    "What is the largest planet in the solar system?",
     "Why do birds sing?",
 )
 STORY = "Write the first sentence of a story about a lighthouse."
@@ -58,11 +58,13 @@ def demo() -> None:
         "It is a very small model: quick, and not always right."
     )
 
+    console.print()
     console.print(Rule(f"{len(QUESTIONS)} questions with one long system prompt", align="left"))
+    console.print(f"[dim]{SYSTEM}[/]")
     peak = Peak(llm)
     answers = []
     for question in QUESTIONS:
-        console.print(f"[bold cyan]{question}[/]")
+        console.print(f"\n[bold cyan]{question}[/]")
         messages = [
             Message(role="system", content=SYSTEM),
             Message(role="user", content=question),
@@ -72,7 +74,8 @@ def demo() -> None:
         answers.append(stream_text(peak.watch(stream), sys.stdout))
         console.print(f"[dim]{_timing(answers[-1])}[/]")
 
-    console.print(Rule(f"one prompt, {SAMPLES} sampled answers at once", align="left"))
+    console.print()
+    console.print(Rule(f"One prompt, {SAMPLES} answers drawn at random at once", align="left"))
     console.print(f"[bold cyan]{STORY}[/]")
     params = SamplingParams(
         n=SAMPLES, temperature=0.8, top_p=0.95, seed=SEED, max_tokens=ANSWER_TOKENS
@@ -125,8 +128,8 @@ def _first(output: RequestOutput) -> float:
 def _timing(output: RequestOutput) -> str:
     cut = " (the limit)" if output.outputs[0].finish_reason == "length" else ""
     return (
-        f"{_tokens(output)} tokens{cut}, the first after {_first(output) * 1000:.0f} ms; "
-        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens were known"
+        f"{_tokens(output)} tokens{cut}, first after {_first(output) * 1000:.0f} ms; "
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens reused (1)"
     )
 
 
@@ -144,27 +147,30 @@ def _print_table(
     later = sum(map(_first, answers[1:])) / len(answers[1:])
     kv = stats.kv
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("what the engine did")
+    table.add_column("What the engine did")
     table.add_column("", justify="right")
     for name, value in (
-        ("tokens per second, one answer at a time", f"{_rate(*answers):.0f}"),
-        (f"tokens per second, {SAMPLES} answers at once", f"{_rate(samples):.0f}"),
+        ("tokens per second after the first, one answer at a time", f"{_rate(*answers):.0f}"),
+        (f"tokens per second after the first, {SAMPLES} answers at once", f"{_rate(samples):.0f}"),
         ("time to first token, first question", f"{_first(answers[0]) * 1000:.0f} ms"),
-        ("time to first token, later questions (1)", f"{later * 1000:.0f} ms"),
-        ("KV pages in use, most at once / in all (2)", f"{peak} / {kv.total}"),
-        ("KV pages in use now / kept for later prompts", f"{kv.in_use} / {kv.cached}"),
-        ("pages shared by prefix (1)", f"{kv.pages_shared_by_prefix}"),
+        ("time to first token, later questions on average (1)", f"{later * 1000:.0f} ms"),
+        ("pages shared by prefix, all questions together (1)", f"{kv.pages_shared_by_prefix}"),
+        ("pages in use, most at once (2)", f"{peak} of {kv.total}"),
+        ("pages in use now", f"{kv.in_use}"),
+        ("pages kept for prompts that begin alike (2)", f"{kv.cached}"),
         ("pages copied on write (3)", f"{kv.pages_copied}"),
     ):
         table.add_row(name, value)
     console.print(table)
     console.print(
-        "(1) The questions begin with the same system prompt. Its keys and values were computed "
-        "once; the later questions took the pages that hold them and started sooner.\n"
-        f"(2) The model remembers a text as keys and values (KV), kept in pages of {page_size} "
-        "tokens. A page is taken when it is needed and given back when nobody needs it.\n"
-        f"(3) The {SAMPLES} sampled answers shared the pages of their prompt. Only its last, "
-        "partly filled page was copied, when an answer began to write into it.",
+        f"(1) The model remembers a text as keys and values (KV), kept in pages of {page_size} tokens. "
+        "The questions begin with the same system prompt: its full pages were computed once, and "
+        "the later questions took them over and started sooner.\n"
+        "(2) A page is taken when it is needed, out of as many as part of the free memory holds. "
+        "Full pages of finished texts are kept until their room is needed.\n"
+        f"(3) The {SAMPLES} answers shared the pages of their prompt. When they began to write into "
+        "its last, partly filled page, all but one of them copied it first.\n"
+        "Next: .venv/bin/rooftile chat -m demo",
         style="dim",
         markup=False,
     )

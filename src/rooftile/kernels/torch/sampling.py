@@ -9,7 +9,9 @@ temporaries stay in its caches.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,32 @@ MARGIN = 0.999
 # Rows with more candidates than this are filtered one by one, not padded to a common width.
 WIDE = 4096
 BLOCK = 256
+# Up to so many rows one thread samples: torch wakes and joins its threads for each of some thirty
+# small operations, which beside a busy neighbour takes ten times as long as the work.
+FEW_ROWS = 8
 GROUP_ELEMENTS = 2**19
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def few_rows_alone(kernel: Callable[P, R]) -> Callable[P, R]:
+    @wraps(kernel)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        logits, threads = args[0], torch.get_num_threads()
+        assert isinstance(logits, Tensor)
+        if logits.shape[0] > FEW_ROWS or threads == 1:
+            return kernel(*args, **kwargs)
+        torch.set_num_threads(1)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+@few_rows_alone
 def sample(
     logits: Tensor,
     temperature: Tensor | None,
@@ -241,6 +266,7 @@ def _compact(
     return few_scores, few_ids
 
 
+@few_rows_alone
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """A stable sort of the tokens that are at least as large as the k-th."""
     ids = [_top_ids(group, k) for group in logits.split(_group_size(logits))]
