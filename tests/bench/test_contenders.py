@@ -17,7 +17,10 @@ from rooftile.bench.workloads import Request
 def test_peers_by_name() -> None:
     assert peer_types("") == []
     assert peer_types(" transformers ,") == [Transformers]
-    with pytest.raises(ValueError, match="no peer 'vllm'; choose from transformers"):
+    assert [peer.name for peer in peer_types("openvino,llama-cpp")] == ["openvino", "llama-cpp"]
+    with pytest.raises(
+        ValueError, match="no peer 'vllm'; choose from llama-cpp, transformers, openvino"
+    ):
         peer_types("transformers,vllm")
 
 
