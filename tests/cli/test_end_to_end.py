@@ -75,7 +75,7 @@ def test_demo_shows_the_sharing(demo_model: LLM, rooftile: Run) -> None:
     for question in demo_module.QUESTIONS:
         assert question in result.stdout
     assert "Paris" in result.stdout
-    known = re.findall(r"(\d+) of (\d+) prompt tokens were known", result.stdout)
+    known = re.findall(r"(\d+) of (\d+) prompt tokens reused", result.stdout)
     cached = [int(tokens) for tokens, _ in known]
     assert cached[0] == 0
     assert all(tokens >= 112 for tokens in cached[1 : len(demo_module.QUESTIONS)])
@@ -84,12 +84,15 @@ def test_demo_shows_the_sharing(demo_model: LLM, rooftile: Run) -> None:
         for name, value in re.findall(r"^  (\S.*?)  +(\S.*\S|\S) *$", result.stdout, re.MULTILINE)
     }
     kv = demo_model.stats().kv
-    assert int(row["pages shared by prefix (1)"]) == kv.pages_shared_by_prefix
+    assert (
+        int(row["pages shared by prefix, all questions together (1)"]) == kv.pages_shared_by_prefix
+    )
     assert kv.pages_shared_by_prefix - before.pages_shared_by_prefix >= 7 * 3
     assert int(row["pages copied on write (3)"]) == kv.pages_copied
     assert kv.pages_copied - before.pages_copied == demo_module.SAMPLES - 1
-    assert row["KV pages in use now / kept for later prompts"].startswith("0 / ")
-    assert float(row["tokens per second, one answer at a time"]) > 0
+    assert row["pages in use now"] == "0"
+    assert int(row["pages kept for prompts that begin alike (2)"]) == kv.cached
+    assert float(row["tokens per second after the first, one answer at a time"]) > 0
 
 
 def test_bench_prints_and_saves(demo_model: LLM, rooftile: Run, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def doctor(
     console.print("[bold]Machine[/]")
     for line in _machine_lines(machine):
         console.print(f"  {line}", markup=False)
-    table, notes = _table(rows)
+    table, notes = _table(rows, console.width)
     console.print(table)
     console.print(
         'auto: what kernel="auto" takes · yes: can run it · -: no such kernel yet · '
@@ -63,16 +63,28 @@ def _machine_lines(machine: Host) -> list[str]:
     return lines if machine.gpus else [*lines, "no GPU that torch can use"]
 
 
-def _table(rows: list[KernelRow]) -> tuple[Table, list[str]]:
+# So that all families fit beside each other in 80 columns.
+SHORT = {"reference": "ref.", "triton": "trit."}
+
+
+def _table(rows: list[KernelRow], width: int) -> tuple[Table, list[str]]:
     """The table, and the reasons that its numbers stand for."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     families = list(dict.fromkeys(family for row in rows for family in row.reasons))
     several_devices = len({row.device for row in rows}) > 1
-    table = Table(box=SIMPLE_HEAD, title="Operators and kernels", title_justify="left")
-    for column in ("operator", "call", *families):
-        table.add_column(column, no_wrap=True)
+    table = Table(
+        box=SIMPLE_HEAD, title="Operators and kernels", title_justify="left", padding=(0, 0, 0, 1)
+    )
+    table.add_column("operator", no_wrap=True, overflow="ellipsis")
+    others = 24 + sum(7 if family in ("gluon", "torch") else 6 for family in families)
+    table.add_column(
+        "call", no_wrap=True, overflow="ellipsis", max_width=max(16, width - others - 3)
+    )
+    for family in families:  # what the table is for is never cut
+        header = SHORT.get(family, family)
+        table.add_column(header, no_wrap=True, min_width=max(len("auto"), len(header)))
     notes: list[str] = []
     previous = None
     for row in rows:
