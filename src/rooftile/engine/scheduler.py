@@ -26,6 +26,7 @@ class ScheduledStep:
     """A step's input, and whose it is: one sequence an entry, one a sample slot."""
 
     input: StepInput
+    num_tokens: int = 0  # of all entries: the part of the budget that is spent
     scheduled: list[Sequence] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
     scored: list[Request] = field(default_factory=list)  # one a score slot
@@ -86,7 +87,7 @@ class Scheduler:
         return False
 
     def _admit_waiting(self, plan: ScheduledStep) -> None:
-        while self.waiting and plan.input.num_tokens < self.max_num_batched_tokens:
+        while self.waiting and plan.num_tokens < self.max_num_batched_tokens:
             request = next(iter(self.waiting))
             if request.suspect or not self._take_rows(request):
                 return
@@ -117,7 +118,7 @@ class Scheduler:
         """Schedule what the budget allows; False if some sequence found no pages."""
         enough = True
         for sequence in request.schedulable:
-            budget = self.max_num_batched_tokens - plan.input.num_tokens
+            budget = self.max_num_batched_tokens - plan.num_tokens
             if budget == 0:
                 break
             enough &= self._schedule_sequence(plan, sequence, budget)
@@ -155,6 +156,7 @@ class Scheduler:
         assert sequence.row is not None
         plan.input.entries.append(StepEntry(sequence.row, first, known + unknown, write_from))
         plan.scheduled.append(sequence)
+        plan.num_tokens += end - first
         sequence.num_computed = end
         if sequence.request.scores_prompt:
             self._score(plan, sequence, first, end)

@@ -80,10 +80,6 @@ class StepInput:
     samples: list[SampleSlot] = field(default_factory=list)
     scores: list[ScoreSlot] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(entry.token_ids) for entry in self.entries)
-
 
 @dataclass(frozen=True)
 class StepOutput:
