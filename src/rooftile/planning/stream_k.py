@@ -1,0 +1,187 @@
+"""How the tiles of a matrix product are shared out among SMs (Osama et al. 2023, arXiv 2301.03598).
+
+A product [m, n, k] is cut into output tiles; a tile takes `iterations` steps along K. Numbered tile
+after tile, all these steps form one line, and a scheme says which piece of it each CTA takes:
+
+- data-parallel: whole tiles in turn. The last wave leaves SMs idle.
+- split-k: every tile in `split` equal parts along K.
+- stream-k: equal pieces of the line, across the borders of tiles.
+- hybrid: stream-k over the partial wave and one full wave, whole tiles after that ("two-tile
+  Stream-K + data-parallel", section 5.2).
+
+A CTA walks its piece from its last tile to its first. So what it publishes for others, the first part
+along K of its last tile, comes out first; and what it has to wait for, the parts before its own of
+its first tile, comes from CTAs of lower numbers that published first thing. The CTA that holds the
+last part along K of a tile finishes it and adds the parts in the order of K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Scheme = Literal["data-parallel", "split-k", "stream-k", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """out [m, n] = a [m, k] @ b [k, n]"""
+
+    m: int
+    n: int
+    k: int
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k) < 1:
+            raise ValueError(f"a product of {self}; m, n and k must be at least 1")
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Elements of an output tile, and of one step along K."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+
+    def tiles(self, product: Product) -> int:
+        return -(-product.m // self.block_m) * -(-product.n // self.block_n)
+
+    def iterations(self, product: Product) -> int:
+        """Steps along K of one tile."""
+        return -(-product.k // self.block_k)
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps `first` to `last` (exclusive) along K of a tile: what a CTA accumulates in one go."""
+
+    tile: int
+    first: int
+    last: int
+
+    @property
+    def iterations(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Who computes what. Build one with the functions below.
+
+    stream_tiles: tiles, from tile 0 on, whose steps are shared out evenly; the others are whole.
+    split: parts along K of each tile (split-k only).
+    """
+
+    scheme: Scheme
+    product: Product
+    tiling: Tiling
+    num_ctas: int
+    stream_tiles: int = 0
+    split: int = 1
+
+    @cached_property
+    def tiles(self) -> int:
+        return self.tiling.tiles(self.product)
+
+    @cached_property
+    def iterations(self) -> int:
+        """Steps along K of one tile."""
+        return self.tiling.iterations(self.product)
+
+    def stream_range(self, cta: int) -> tuple[int, int]:
+        """The CTA's piece of the line of stream_tiles x iterations steps: first and last
+        (exclusive). Pieces differ by one step at most.
+        """
+        each, more = divmod(self.stream_tiles * self.iterations, self.num_ctas)
+        return cta * each + min(cta, more), (cta + 1) * each + min(cta + 1, more)
+
+    def segments(self, cta: int) -> Iterator[Segment]:
+        """The CTA's work in the order in which it does it."""
+        if self.scheme == "split-k":
+            # Unit by unit, a tile's parts side by side: the parts of one tile run at one time.
+            for unit in range(cta, self.tiles * self.split, self.num_ctas):
+                tile, part = divmod(unit, self.split)
+                first = part * self.iterations // self.split
+                yield Segment(tile, first, (part + 1) * self.iterations // self.split)
+            return
+        begin, end = self.stream_range(cta)
+        while end > begin:
+            tile = (end - 1) // self.iterations
+            first = max(begin, tile * self.iterations)
+            yield Segment(tile, first - tile * self.iterations, end - tile * self.iterations)
+            end = first
+        for tile in range(self.stream_tiles + cta, self.tiles, self.num_ctas):
+            yield Segment(tile, 0, self.iterations)
+
+    @cached_property
+    def parts(self) -> dict[int, tuple[int, ...]]:
+        """The CTAs of each tile that several share, in the order of K; the last one finishes it."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for cta in range(self.num_ctas):
+            for segment in self.segments(cta):
+                if segment.iterations < self.iterations:
+                    found.setdefault(segment.tile, []).append((segment.first, cta))
+        return {tile: tuple(cta for _, cta in sorted(parts)) for tile, parts in found.items()}
+
+    def waves(self, num_sms: int) -> float:
+        """Waves of whole tiles that the machine's SMs would need."""
+        return self.tiles / num_sms
+
+    def efficiency(self, num_sms: int) -> float:
+        """Share of the SMs' steps that are used: all steps over SMs x the longest CTA's steps
+        (quantization efficiency, section 3).
+        """
+        longest = max(
+            sum(segment.iterations for segment in self.segments(cta))
+            for cta in range(self.num_ctas)
+        )
+        return self.tiles * self.iterations / (num_sms * longest)
+
+
+def data_parallel(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:
+    """Whole tiles in turn, by a CTA per SM."""
+    return Decomposition("data-parallel", product, tiling, min(tiling.tiles(product), num_sms))
+
+
+def split_k(product: Product, tiling: Tiling, num_sms: int, split: int) -> Decomposition:
+    """Every tile in `split` parts along K.
+
+    Raises:
+        ValueError: more parts than steps along K.
+    """
+    iterations = tiling.iterations(product)
+    if not 1 <= split <= iterations:
+        raise ValueError(f"split is {split}; a tile has {iterations} steps along K")
+    units = tiling.tiles(product) * split
+    return Decomposition("split-k", product, tiling, min(units, num_sms), split=split)
+
+
+def stream_k(product: Product, tiling: Tiling, num_ctas: int) -> Decomposition:
+    """All steps in equal pieces for `num_ctas` CTAs, no more of them than steps."""
+    tiles = tiling.tiles(product)
+    if num_ctas < 1:
+        raise ValueError(f"num_ctas is {num_ctas}; it must be at least 1")
+    num_ctas = min(num_ctas, tiles * tiling.iterations(product))
+    return Decomposition("stream-k", product, tiling, num_ctas, stream_tiles=tiles)
+
+
+def hybrid(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:
+    """Stream-k over the partial wave and one full wave, then whole tiles: every CTA streams between
+    one and two tiles' worth of steps, so a tile has at most two parts.
+    """
+    tiles = tiling.tiles(product)
+    if tiles < num_sms:
+        return stream_k(product, tiling, num_sms)
+    partial = tiles % num_sms
+    return Decomposition(
+        "hybrid", product, tiling, num_sms, stream_tiles=partial and num_sms + partial
+    )

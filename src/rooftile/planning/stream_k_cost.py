@@ -1,0 +1,189 @@
+"""What a decomposition of a matrix product costs, CTA by CTA, and which one costs least.
+
+The model is that of the Stream-K paper (arXiv 2301.03598, appendix A.1): a CTA takes
+
+    setup + iteration * steps + publish (if others finish its tile) + fixup * (parts it adds)
+
+and in addition it waits for parts that are not published yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rooftile.planning.hardware import Machine
+from rooftile.planning.roofline import linear_work
+from rooftile.planning.stream_k import (
+    Decomposition,
+    Product,
+    Segment,
+    Tiling,
+    data_parallel,
+    hybrid,
+    split_k,
+    stream_k,
+)
+
+# Tiles of a warp-specialised Hopper kernel: accumulators of two consumer warpgroups, steps of 128
+# bytes along K.
+TILINGS = (Tiling(128, 256, 64), Tiling(128, 128, 64), Tiling(64, 256, 64), Tiling(64, 128, 64))
+L2_BYTES_PER_CLOCK = 64  # of one SM: what partial tiles pass through
+SETUP_SECONDS = 2.0e-6  # of a tile: fill of the pipeline and epilogue
+MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+SpanKind = Literal["compute", "publish", "wait", "fixup"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of a tile's start and epilogue, of one step along K, of writing a part for another
+    CTA, and of adding one such part.
+    """
+
+    setup: float
+    iteration: float
+    publish: float
+    fixup: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a CTA does from `start` to `end`, in seconds."""
+
+    cta: int
+    tile: int
+    kind: SpanKind
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    decomposition: Decomposition
+    seconds: float
+    reason: str
+
+
+def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:
+    """Costs from the machine's data sheet: a step takes as long as its multiplications, or as its
+    operands need from the L2 cache, whichever is longer; a part passes through the L2 cache.
+    """
+    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
+    matrix = 2.0 * block_m * block_n * block_k / (machine.matrix_flops_per_clock * MATRIX_SHARE)
+    operands = (block_m + block_n) * block_k * itemsize / L2_BYTES_PER_CLOCK
+    part = block_m * block_n * 4 / L2_BYTES_PER_CLOCK / machine.clock
+    return Costs(SETUP_SECONDS, max(matrix, operands) / machine.clock, part, part)
+
+
+def timeline(decomposition: Decomposition, costs: Costs) -> list[Span]:
+    """What every CTA does and when, all of them starting at 0 on an SM of their own.
+
+    Raises:
+        RuntimeError: CTAs that wait for each other, which no decomposition of ours has.
+    """
+    published: dict[tuple[int, int], float] = {}  # (tile, cta) -> when
+    spans: list[Span] = []
+    ctas = range(decomposition.num_ctas)
+    clocks = [0.0] * len(ctas)
+    left = [list(reversed(list(decomposition.segments(cta)))) for cta in ctas]
+    waiting = set(ctas)
+    while waiting:
+        moved = False
+        for cta in sorted(waiting):
+            while left[cta]:
+                done = _run(decomposition, costs, cta, left[cta][-1], clocks[cta], published)
+                if done is None:
+                    break
+                spans += done
+                clocks[cta] = done[-1].end
+                left[cta].pop()
+                moved = True
+            if not left[cta]:
+                waiting.discard(cta)
+        if waiting and not moved:
+            raise RuntimeError(f"CTAs {sorted(waiting)} wait for each other")
+    return spans
+
+
+def _run(
+    decomposition: Decomposition,
+    costs: Costs,
+    cta: int,
+    segment: Segment,
+    clock: float,
+    published: dict[tuple[int, int], float],
+) -> list[Span] | None:
+    """One segment's spans; None while a part that it waits for has no time yet."""
+    others: Sequence[int] = ()
+    finishes = segment.last == decomposition.iterations
+    if finishes:
+        others = decomposition.parts.get(segment.tile, (cta,))[:-1]
+    if any((segment.tile, other) not in published for other in others):
+        return None
+    end = clock + costs.setup + costs.iteration * segment.iterations
+    spans = [Span(cta, segment.tile, "compute", clock, end)]
+    if not finishes:
+        spans.append(Span(cta, segment.tile, "publish", end, end + costs.publish))
+        published[segment.tile, cta] = end + costs.publish
+        return spans
+    for other in others:
+        ready = published[segment.tile, other]
+        if ready > end:
+            spans.append(Span(cta, segment.tile, "wait", end, ready))
+            end = ready
+        spans.append(Span(cta, segment.tile, "fixup", end, end + costs.fixup))
+        end += costs.fixup
+    return spans
+
+
+def predict(decomposition: Decomposition, machine: Machine, itemsize: int = 2) -> float:
+    """Seconds: the longest CTA's, or what reading and writing the matrices once takes."""
+    costs = predicted_costs(machine, decomposition.tiling, itemsize)
+    product = decomposition.product
+    work = linear_work(product.m, product.k, product.n, itemsize)
+    end = max(span.end for span in timeline(decomposition, costs))
+    return max(end, work.bytes / machine.bandwidth)
+
+
+def candidates(
+    product: Product, num_sms: int, tilings: Iterable[Tiling] = TILINGS
+) -> Iterator[Decomposition]:
+    """Every scheme of every tiling, those that come out alike left out."""
+    for tiling in tilings:
+        tiles, iterations = tiling.tiles(product), tiling.iterations(product)
+        yield data_parallel(product, tiling, num_sms)
+        if tiles % num_sms == 0:
+            continue  # full waves: nothing to gain
+        for split in SPLITS:
+            if 1 < split <= iterations and tiles * split <= 2 * num_sms:
+                yield split_k(product, tiling, num_sms, split)
+        if tiles < num_sms:
+            yield stream_k(product, tiling, num_sms)
+        else:
+            yield hybrid(product, tiling, num_sms)
+
+
+def choose(
+    product: Product,
+    machine: Machine,
+    itemsize: int = 2,
+    tilings: Iterable[Tiling] = TILINGS,
+) -> Choice:
+    """The decomposition that is predicted to take least; of equal ones the first, so the simplest."""
+    timed = [
+        (predict(decomposition, machine, itemsize), decomposition)
+        for decomposition in candidates(product, machine.units, tilings)
+    ]
+    seconds, best = min(timed, key=lambda pair: pair[0])
+    whole = min(time for time, other in timed if other.scheme == "data-parallel")
+    tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
+    if best.scheme == "data-parallel":
+        reason = f"{tiles}: {best.efficiency(machine.units):.0%} of the SMs' steps are used"
+    else:
+        reason = (
+            f"{tiles}: {whole / seconds:.2f}x the speed of whole tiles, which would leave SMs idle"
+        )
+    return Choice(best, seconds, reason)
