@@ -19,7 +19,9 @@ from torch import Tensor
 from rooftile.kernels.reference import attention as reference
 from tests.support.gluon_sim import load_simulated, simulation
 
-KERNEL = load_simulated("rooftile.kernels.gluon.attention")
+KERNEL, CONFIG = load_simulated(
+    "rooftile.kernels.gluon.attention.forward", "rooftile.kernels.gluon.attention.config"
+)
 WINDOWS = [(-1, -1), (-1, 0), (40, 0), (0, 0), (70, 10), (-1, 30), (20, -1)]
 
 
@@ -148,7 +150,7 @@ def test_ragged_with_nan_in_the_padding(
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_any_order_of_events(dim: int, seed: int) -> None:
     q, k, v = normal(seed, torch.bfloat16, (1, 700, 2, dim), (1, 700, 1, dim), (1, 700, 1, dim))
-    check_dense(q, k, v, None, -1, 0, 0.0, dim**-0.5, seed=seed, config=KERNEL.CONFIGS[dim])
+    check_dense(q, k, v, None, -1, 0, 0.0, dim**-0.5, seed=seed, config=CONFIG.CONFIGS[dim])
 
 
 def test_same_inputs_same_bits_whatever_the_order() -> None:
@@ -219,7 +221,7 @@ def test_every_switch(variant: dict[str, Any]) -> None:
     from dataclasses import replace
 
     q, k, v = normal(8, torch.bfloat16, (1, 400, 2, 64), (1, 500, 1, 64), (1, 500, 1, 64))
-    config = replace(KERNEL.CONFIGS[64], **variant)
+    config = replace(CONFIG.CONFIGS[64], **variant)
     check_dense(q, k, v, None, -1, 0, 0.0, 0.125, seed=3, config=config)
 
 

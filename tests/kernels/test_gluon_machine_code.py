@@ -18,7 +18,10 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from rooftile.kernels.gluon import attention  # noqa: E402
+from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
+from rooftile.kernels.gluon.attention.config import CONFIGS as BY_DIM  # noqa: E402
+from rooftile.kernels.gluon.attention.config import SHORT_64  # noqa: E402
+from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
     MachineCode,
@@ -31,14 +34,14 @@ PLAIN = {"ragged": False, "dynamic": False, "has_left": False, "has_right": Fals
 CAUSAL = {**PLAIN, "dynamic": True, "has_right": True}
 RAGGED = {**CAUSAL, "ragged": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
-CONFIGS = {"64": attention.CONFIGS[64], "64 short": attention.SHORT_64,
-           "128": attention.CONFIGS[128], "256": attention.CONFIGS[256]}  # fmt: skip
+CONFIGS = {"64": BY_DIM[64], "64 short": SHORT_64,
+           "128": BY_DIM[128], "256": BY_DIM[256]}  # fmt: skip
 
 
 def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> MachineCode:
     config = CONFIGS[name]
     leading = [1] * (3 if features["ragged"] else 2)
-    types = dict.fromkeys(attention.attention_kernel.arg_names, "i32")
+    types = dict.fromkeys(attention_kernel.arg_names, "i32")
     for x, rows in (("q", 64), ("k", config.block), ("v", config.block), ("o", 64)):
         types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
     types |= {
@@ -48,8 +51,7 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
         "factor": "fp32",
         "softcap": "fp32",
     }
-    constants = dict(attention.constants(config, **features))
-    return compile_for_hopper(attention.attention_kernel, types, constants)
+    return compile_for_hopper(attention_kernel, types, dict(constants(config, **features)))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_half_precision_compiles_too() -> None:
 
 
 def test_the_list_of_ragged_tiles() -> None:
-    types = dict.fromkeys(attention.list_tiles_kernel.arg_names, "i32")
+    types = dict.fromkeys(tile_list.list_tiles_kernel.arg_names, "i32")
     types |= {"entries": "*i32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
-    code = compile_for_hopper(attention.list_tiles_kernel, types, {"tile_rows": 128})
+    code = compile_for_hopper(tile_list.list_tiles_kernel, types, {"tile_rows": 128})
     assert code.spills() == 0

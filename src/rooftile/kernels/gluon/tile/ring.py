@@ -20,10 +20,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from rooftile.kernels.triton_version import aggregate, tma_load
+from rooftile.kernels.gluon.tile.record import record
+from rooftile.kernels.triton_version import tma_load
 
 
-@aggregate
+@record
 class Fill:
     """One filling of one stage. Two numbers are kept rather than one count, since this costs the
     loops of a kernel two instructions instead of ten."""
@@ -31,18 +32,13 @@ class Fill:
     stage: gl.tensor
     phase: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, stage, phase):
-        self.stage = stage
-        self.phase = phase
-
 
 @gluon.jit
 def first_fill():
     return Fill(gl.to_tensor(0), gl.to_tensor(0))
 
 
-@aggregate
+@record
 class Ring:
     """Stages of one tile shape with their barriers; see the module for its use."""
 
@@ -52,15 +48,6 @@ class Ring:
     stages: gl.constexpr
     rows: gl.constexpr
     columns: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, stages, rows, columns):
-        self.buffers = buffers
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-        self.rows = gl.constexpr(rows)
-        self.columns = gl.constexpr(columns)
 
     @gluon.jit
     def after(self, at):

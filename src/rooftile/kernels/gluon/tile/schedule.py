@@ -22,13 +22,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import Fill
-from rooftile.kernels.triton_version import aggregate
 
 _SLOTS = gl.constexpr(4)
 
 
-@aggregate
+@record
 class TileQueue:
     """The tiles of one CTA as messages of a few int32; see the module for its use."""
 
@@ -38,15 +38,6 @@ class TileQueue:
     empty: gl.shared_memory_descriptor  # [slots, 1] barriers
     fields: gl.constexpr
     dynamic: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, counter, slots, full, empty, fields, dynamic):
-        self.counter = counter
-        self.slots = slots
-        self.full = full
-        self.empty = empty
-        self.fields = gl.constexpr(fields)
-        self.dynamic = gl.constexpr(dynamic)
 
     @gluon.jit
     def after(self, at):

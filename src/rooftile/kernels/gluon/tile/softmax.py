@@ -16,7 +16,7 @@ the start m = sink, l = 1.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.triton_version import aggregate
+from rooftile.kernels.gluon.tile.record import record
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -70,17 +70,12 @@ def exp2(x, software_share: gl.constexpr):
         return gl.map_elementwise(_two_of_four, x, pack=4)[0]
 
 
-@aggregate
+@record
 class OnlineSoftmax:
     """Running state per row: maximum in use (log2 units) and the sum of weights under it."""
 
     maximum: gl.tensor  # [rows] float32
     total: gl.tensor  # [rows] float32
-
-    @gluon.constexpr_function
-    def __init__(self, maximum, total):
-        self.maximum = maximum
-        self.total = total
 
     @gluon.jit
     def step(self, s, factor, lazy: gl.constexpr, software_share: gl.constexpr):
