@@ -1,31 +1,38 @@
-"""Checks and times the Hopper attention kernels on a GPU, cuDNN and FA2 (torch SDPA) beside them.
+"""Checks and times variants of the Hopper attention kernel on a GPU, cuDNN and FA2 beside them.
 
     python benchmarks/attention_gpu.py --out DIR [--variants default,all] [--sections fwd,short,varlen]
 
-First every variant is checked on small, odd shapes against float64; then each is timed as a CUDA
-graph replay with a flushed L2 cache. Rows are JSON lines (docs/performance.md says how to read
-them). Depends on torch, Triton and `rooftile.kernels` only.
+First every variant is checked on small, odd shapes against float64; then each is measured as
+`rooftile bench ops attention` does, with the same cases, peers and rows. That command is what a user
+runs; this script is for choosing between configurations of a kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "src"))
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rooftile.bench.host import host
+from rooftile.bench.ops.attention import SUITE as ATTENTION_SUITE
+from rooftile.bench.ops.attention import inputs
+from rooftile.bench.ops.run import measure
+from rooftile.bench.results import append
 from rooftile.kernels.gluon import attention as gluon
 from rooftile.kernels.reference import attention as reference
 from rooftile.kernels.triton import attention as portable
+from rooftile.planning.attention_case import attention_case
+from rooftile.planning.hardware import MACHINES
 
 C = gluon.CONFIGS
 VARIANTS = {
@@ -149,85 +156,42 @@ def check_worker(part: int, parts: int, everything: bool) -> None:
     sys.exit(min(failures, 1))
 
 
-def time_us(functions) -> dict[str, tuple[float, float, float]]:  # type: ignore[no-untyped-def]
-    """Median, 20th and 80th percentile of graph replays with a flushed L2 cache.
-
-    The functions take turns, so that clocks and temperature are the same for all.
-    """
-    flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
-    graphs = {}
-    for name, fn in functions.items():
-        for _ in range(2):
-            fn()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            fn()
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    began = time.perf_counter()
-    rounds = 0
-    while rounds < 6 or (rounds < 40 and time.perf_counter() - began < 0.08 * len(graphs)):
-        rounds += 1
-        events = []
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            graph.replay()
-            end.record()
-            events.append((name, start, end))
-        torch.cuda.synchronize()
-        if rounds > 2:  # the first two warm up
-            for name, start, end in events:
-                times[name].append(start.elapsed_time(end) * 1e3)
-    result = {}
-    for name, values in times.items():
-        values.sort()
-        n = len(values)
-        result[name] = values[n // 2], values[n // 5], values[n * 4 // 5]
-    return result
-
-
-def sdpa(backend, q, k, v, causal):  # type: ignore[no-untyped-def]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-
-    def fn():  # type: ignore[no-untyped-def]
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return fn
-
-
-class Report:
-    def __init__(self, path: str) -> None:
-        self.file = open(path, "a")  # noqa: SIM115
-
-    def row(
-        self, section: str, case: str, kernel: str, us: tuple[float, ...], flops: float
-    ) -> None:
-        row = {
-            "suite": section,
-            "case": case,
-            "kernel": kernel,
-            "us": us[0],
-            "us_p20": us[1],
-            "us_p80": us[2],
-            "tflops": flops / us[0] / 1e6,
-            "gpu": torch.cuda.get_device_name(),
-        }
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-
-
-def time_case(report: Report, section: str, case: str, functions, flops: float) -> None:  # type: ignore[no-untyped-def]
-    results = time_us(functions)
-    line = [f"{case:32s}"]
-    for name, us in results.items():
-        report.row(section, case, name, us, flops)
-        line.append(f"{name} {flops / us[0] / 1e6:.0f} ({us[0]:.0f})")
-    print(" | ".join(line), flush=True)
+def time_group(suite: str, cases, select, out: str) -> None:  # type: ignore[no-untyped-def]
+    """Variants beside the peers, one line a case and a row in DIR/<machine>/SUITE.jsonl."""
+    machine, device = host(), torch.device("cuda")
+    known = MACHINES.get(machine.slug)
+    for name in cases:
+        case = attention_case(name)
+        peers = ["cudnn", "fa2"] if suite == "attention" else ["cudnn"]
+        families = ["gluon"] + (["triton"] if {"triton", "all"} & set(select) else [])
+        problem = ATTENTION_SUITE.make(name, device, torch.bfloat16, families, peers)
+        runs = dict(problem.kernels)
+        if not case.ragged:
+            q, k, v, _ = inputs(case, device, torch.bfloat16)
+            args = (q, k, v, None, -1, 0 if case.causal else -1, 0.0, case.k_dim**-0.5)
+            for label, config in VARIANTS[case.k_dim].items():
+                if config is not None and (label in select or "all" in select):
+                    runs[f"gluon {label}"] = lambda c=config, a=args: gluon.attention(*a, config=c)
+            if "sections" in select and case.causal:
+                for label, size in (("one head", 0), ("8 MiB", 8 << 20), ("24 MiB", 24 << 20)):
+                    runs[f"gluon {label}"] = lambda a=args, n=size: with_section(n, a)
+        elif len(set(case.q_lens)) == 1:
+            dense = attention_case(case.name.removesuffix(" varlen"))
+            (run,) = ATTENTION_SUITE.make(
+                dense.name, device, torch.bfloat16, ["gluon"], []
+            ).kernels.values()
+            # The same random numbers, laid out alike; the check expects tokens in one dimension.
+            runs["gluon dense"] = lambda r=run: r().flatten(0, 1)
+        measured = measure(suite, replace(problem, kernels=runs), device, machine=known)
+        for row in measured.rows:
+            append(row, machine, Path(out))
+        cells = [f"{row.kernel} {row.tflops:.0f} ({row.us:.0f})" for row in measured.rows]
+        cells += [
+            f"{peer} {problem.work.flops / timing.us / 1e6:.0f} ({timing.us:.0f})"
+            for peer, (timing, _) in measured.peers.items()
+        ]
+        cells += [f"no {peer}: {reason}" for peer, reason in measured.absent.items()]
+        print(" | ".join([f"{case.name:32s}", *cells]), flush=True)
 
 
 def with_section(size, args):  # type: ignore[no-untyped-def]
@@ -238,58 +202,14 @@ def with_section(size, args):  # type: ignore[no-untyped-def]
     return out
 
 
-def time_dense(report: Report, section: str, cases, select) -> None:  # type: ignore[no-untyped-def]
-    for b, s, h, hk, d, causal in cases:
-        case = f"b{b} s{s} h{h}/{hk} d{d} {'causal' if causal else 'full'}"
-        q = torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(b, s, hk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        functions = {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)}
-        if section == "attention":
-            functions["fa2"] = sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, causal)
-        args = (q, k, v, None, -1, 0 if causal else -1, 0.0, d**-0.5)
-        for name, config in VARIANTS[d].items():
-            if name in select or "all" in select:
-                functions[f"gluon {name}"] = lambda c=config, a=args: gluon.attention(*a, config=c)
-        if "triton" in select or "all" in select:
-            functions["triton"] = lambda a=args: portable.attention(*a)
-        if "sections" in select and causal:
-            for label, size in (("one head", 0), ("8 MiB", 8 << 20), ("24 MiB", 24 << 20)):
-                functions[f"gluon {label}"] = lambda a=args, n=size: with_section(n, a)
-        time_case(report, section, case, functions, 4 * b * h * s * s * d * (0.5 if causal else 1))
-
-
-def time_varlen(report: Report) -> None:
-    g = torch.Generator().manual_seed(0)
-    ragged = (torch.exp(torch.rand(64, generator=g) * math.log(512)) * 16).int().tolist()
-    cases = (("b4 s4096", [4096] * 4), ("b1 s16384", [16384]), ("b64 s16..8192", ragged))
-    for label, lens in cases:
-        for d, causal in ((64, False), (64, True), (128, False), (128, True), (256, True)):
-            h = 2048 // d
-            cu = torch.tensor([0, *lens]).cumsum(0).to(torch.int32).cuda()
-            q, k, v = (
-                torch.randn(sum(lens), h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-            )
-            options = (None, -1, 0 if causal else -1, 0.0, d**-0.5)
-            args = (q, k, v, cu, cu, max(lens), max(lens), *options)
-            functions = {"gluon": lambda a=args: gluon.attention_varlen(*a)}
-            if len(set(lens)) == 1:
-                dense = (*(x.view(len(lens), lens[0], h, d) for x in (q, k, v)), *options)
-                functions["gluon dense"] = lambda a=dense: gluon.attention(*a)
-            case = f"{label} h{h}/{h} d{d} {'causal' if causal else 'full'}"
-            flops = 4 * h * d * sum(n * n for n in lens) * (0.5 if causal else 1)
-            time_case(report, "attention_varlen", case, functions, flops)
-
-
 def call_overhead() -> None:
     q = torch.randn(1, 128, 1, 128, device="cuda", dtype=torch.bfloat16)
-    sdpa_call = sdpa(SDPBackend.CUDNN_ATTENTION, q, q, q, False)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         x = q.transpose(1, 2)
         bare = torch.nn.functional.scaled_dot_product_attention
         for name, fn in (
             ("gluon", lambda: gluon.attention(q, q, q, None, -1, -1, 0.0, 0.1)),
             ("gluon causal", lambda: gluon.attention(q, q, q, None, -1, 0, 0.0, 0.1)),
-            ("sdpa with its context", sdpa_call),
             ("sdpa", lambda: bare(x, x, x)),
         ):
             for _ in range(20):
@@ -331,31 +251,11 @@ def main() -> None:
         print(
             f"check: {parts - bad} of {parts} parts good, {time.time() - start:.0f} s", flush=True
         )
-    report = Report(os.path.join(options.out, "attention.jsonl"))
-    if "fwd" in sections:
-        time_dense(
-            report,
-            "attention",
-            [
-                (16384 // s, s, 2048 // d, 2048 // d, d, causal)
-                for d in (128, 64, 256)
-                for causal in (False, True)
-                for s in (512, 2048, 8192, 16384)
-            ],
-            select,
-        )
-        gqa = [(4, 4096, 32, 8, 128, True), (1, 32768, 32, 8, 128, True)]
-        time_dense(report, "attention", gqa, select)
-    if "short" in sections:
-        cases = [
-            (32, s, 16, 16, d, causal)
-            for d in (64, 128)
-            for causal in (False, True)
-            for s in (128, 256, 512, 768)
-        ]
-        time_dense(report, "attention_short", cases, select)
-    if "varlen" in sections:
-        time_varlen(report)
+    groups = (("fwd", "attention", "forward"), ("short", "attention_short", "short"),
+              ("varlen", "attention_varlen", "varlen"))  # fmt: skip
+    for section, suite, group in groups:
+        if section in sections:
+            time_group(suite, ATTENTION_SUITE.groups[group], select, options.out)
     if "overhead" in sections:
         call_overhead()
 

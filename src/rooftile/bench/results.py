@@ -50,13 +50,38 @@ class SharingResult:
     steps: int
 
 
-def append(result: Result | SharingResult, machine: Host, root: Path = DIRECTORY) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class OperatorResult:
+    """One kernel of an operator on one case; `kernel` is the family.
+
+    us: microseconds of a call, median, 20th and 80th percentile; tflops and tbps: the case's least
+    work over the median; error: norm of the difference to float64 over the norm, on drawn rows;
+    peers: name -> median microseconds of the same run.
+    """
+
+    suite: str
+    case: str
+    kernel: str
+    us: float
+    us_p20: float
+    us_p80: float
+    tflops: float
+    tbps: float
+    roofline_share: float | None
+    bound: str | None
+    peers: dict[str, float]
+    error: float
+
+
+def append(
+    result: Result | SharingResult | OperatorResult, machine: Host, root: Path = DIRECTORY
+) -> Path:
     """Add one line to the suite's file of this machine; returns the file.
 
     Raises:
         ValueError: faster than the machine can be: the roofline model is wrong.
     """
-    share = result.roofline_share if isinstance(result, Result) else None
+    share = None if isinstance(result, SharingResult) else result.roofline_share
     if share is not None and share > 1:
         raise ValueError(
             f"{result.case} reaches {share:.2f} of the roofline of {machine.slug}; "

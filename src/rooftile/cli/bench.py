@@ -11,6 +11,7 @@ import typer
 from rooftile.bench.contenders import Contender, Engine, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
+from rooftile.cli.bench_ops import bench_ops
 from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
@@ -38,6 +39,7 @@ def bench() -> None:
     """
 
 
+bench_app.command("ops")(bench_ops)
 bench_app.command("sharing")(bench_sharing)
 bench_app.command("serve")(bench_serve)
 bench_app.command("quality")(bench_quality)

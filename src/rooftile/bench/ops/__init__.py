@@ -1,0 +1,11 @@
+"""Operators measured one by one, beside peers: `rooftile bench ops`.
+
+| file | what it is |
+| --- | --- |
+| suite.py | what an operator's measurements consist of: cases, contenders, a check |
+| registry.py | the suites by name |
+| attention.py | the suite of `attention` and `attention_varlen` |
+| timing.py | functions timed in turn, with flushed caches |
+| run.py | a case: checked first, then timed, as rows |
+| plot.py | rows as the bar charts of the FlashAttention papers |
+"""

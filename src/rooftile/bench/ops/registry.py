@@ -1,0 +1,17 @@
+"""The operators that `rooftile bench ops` measures."""
+
+from __future__ import annotations
+
+from rooftile.bench.ops.attention import SUITE as ATTENTION
+from rooftile.bench.ops.suite import Suite
+
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (ATTENTION,)}
+
+
+def suite_of(name: str) -> Suite:
+    """Raises ValueError for an operator without a suite."""
+    if name not in SUITES:
+        raise ValueError(
+            f"there is no operator {name!r} to measure; choose from {', '.join(SUITES)}"
+        )
+    return SUITES[name]

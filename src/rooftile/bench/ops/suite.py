@@ -1,0 +1,65 @@
+"""What the measurements of one operator consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rooftile.planning.roofline import Work
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One case on one device, with everybody who computes it.
+
+    kernels: family -> a call of our operator with that kernel; peers: name -> the same work by
+    somebody else. check: takes what any of them returned and gives its error; raises
+    `WrongResult` where that is too large. absent: peer -> why it cannot run this case.
+    """
+
+    case: str
+    work: Work
+    kernels: Mapping[str, Run]
+    peers: Mapping[str, Run]
+    absent: Mapping[str, str]
+    check: Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """groups: name -> cases; gpu, cpu: the groups that run when none is asked for.
+
+    make: (case, device, dtype, kernels or None for all that support it, peers) -> `Problem`.
+    """
+
+    name: str
+    groups: Mapping[str, tuple[str, ...]]
+    gpu: tuple[str, ...]
+    cpu: tuple[str, ...]
+    peers: tuple[str, ...]
+    make: Callable[[str, torch.device, torch.dtype, Sequence[str] | None, Sequence[str]], Problem]
+
+    def cases(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """(name that rows are filed under, case); groups are replaced by their cases.
+
+        Whatever is no group is a case itself, filed under the operator's name like `forward`.
+        """
+        return [
+            (
+                self.name
+                if name == "forward" or name not in self.groups
+                else f"{self.name}_{name}",
+                case,
+            )
+            for name in names
+            for case in self.groups.get(name, (name,))
+        ]
+
+
+class WrongResult(ValueError):
+    """A result that is further from the oracle than rounding explains; it is not timed."""
