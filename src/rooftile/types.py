@@ -44,6 +44,30 @@ class PagedBatch:
 
 
 @dataclass(frozen=True)
+class SplitSpec:
+    """How paged attention is split over CTAs, but for the lengths (planning/split_kv.py).
+
+    Lengths in tokens, costs in clocks of one CTA. `left` and `right` are window bounds, -1 for none.
+    """
+
+    batch: int  # capacities: requests,
+    tokens: int  # query tokens of all of them,
+    max_q_len: int  # query tokens of one,
+    max_kv_len: int  # and its keys
+    group_size: int  # query heads of a kv head
+    num_kv_heads: int
+    left: int
+    right: int
+    kv_tile: int
+    tile_rows: tuple[int, ...]  # sizes of query tiles, ascending
+    tile_cost: tuple[int, ...]  # of one KV tile, for each size
+    item_cost: int
+    num_ctas: int
+    min_piece: int  # KV tiles, at least 1
+    piece: int = 0  # KV tiles; 0: strips are cut where shares end
+
+
+@dataclass(frozen=True)
 class PackedWeight:
     """A weight of a linear layer in the layout that its kernel reads.
 

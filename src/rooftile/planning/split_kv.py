@@ -1,0 +1,340 @@
+"""Splitting paged attention over the CTAs of a GPU: the specification of the plan.
+
+`plan` is pure Python and says what every planner must compute; `kernels/triton/split_kv.py`
+computes the same numbers on the GPU from device-resident lengths. All of it is integers.
+
+**Rows.** Query heads that share a kv head are packed into the rows of one matrix: packed row i of
+(request, kv head) is query token `i // group_size`, query head `kv_head * group_size + i %
+group_size`. A request has `q_len * group_size` packed rows, cut into query tiles of one size: the
+smallest of `tile_rows` that holds them all, else the largest.
+
+**KV tiles.** Keys are counted in tiles of `kv_tile` tokens at multiples of `kv_tile` from the first
+key of the request, whatever the page size. A query tile needs the tiles from that of the first key
+that any of its rows may see to that of the last one (causal and window bounds as in the operator);
+a tile that sees nothing needs none.
+
+**Strips, items, shares.** A strip is (request, kv head, query tile), in this order, and costs
+`item_cost` + (its KV tiles) x `tile_cost` of its size, in clocks. All strips end to end are a line, cut
+into equal shares for the CTAs in use; a cut moves to the nearest border of a KV tile, or of the
+strip where less than `min_piece` tiles would remain on a side. What a CTA has of a strip is an item.
+Each CTA has a contiguous run of items; every strip has at least one item, so every output row is
+written by somebody. As few CTAs are used as gives each `item_cost + min_piece * tile_cost[0]` of work.
+
+**Fixed pieces** (`piece` > 0, batch-invariant): each strip is cut at multiples of `piece` KV tiles
+and nowhere else, so what is summed in which order depends on the request alone. A request's
+strips then all have the pieces from the one of the first key that its first query sees to the
+last; a piece that a query tile does not see is an item without KV tiles. In the order of the line
+pieces vary fastest.
+
+**Partial results.** The items of a strip in one item write the output (partial_row -1). Others
+write to rows `partial_row ...` of float32 buffers: the normalised output [partial_rows, v_dim] and
+natural-log lse [partial_rows], -inf and zeros where a row saw nothing, without the sink. Parts of a
+strip lie `row_stride` rows apart, first keys first, and are merged in this order; the merge adds
+the sink.
+
+**The buffer.** A plan is one int32 buffer, sized by `Layout(spec)` from capacities alone, so that a
+captured CUDA graph can hold it while lengths change. Sections, each at a multiple of 32 words:
+
+    header  [8]                  merges in use, items in use, CTAs in use, strips, 0, 0, 0, 0
+    ctas    [num_ctas, 2]        first item, number of items (0: idle)
+    merges  [merge_capacity, 8]  `Merge`; those from header[0] on are undefined
+    items   [item_capacity, 12]  `Item`; those outside all CTAs' runs are undefined
+
+CTA c's items begin at index (strip of its first item) + c: it needs no count of earlier items, and
+leaves an unused index where a cut falls between two strips. Query tokens from
+cu_seqlens_q[batch] on are padding, in no item: whoever runs the plan writes 0 and -inf there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rooftile.types import SplitSpec
+
+HEADER_WORDS = 8
+CTA_WORDS = 2
+ALIGNMENT = 32  # words: sections begin at cache lines
+
+
+class Item(NamedTuple):
+    """One CTA's part of a strip, as 12 words of the buffer."""
+
+    request: int
+    kv_head: int
+    row_begin: int  # packed rows of the request
+    row_end: int
+    tile_rows: int  # size of the query tile: row_end - row_begin rounded up to one of the spec's
+    kv_begin: int  # KV tiles; equal: nothing is seen
+    kv_end: int
+    partial_row: int  # -1: the item is its whole strip and writes the output
+    merge: int  # index of the strip's merge, -1 where there is none
+    q_begin: int  # cu_seqlens_q[request]
+    q_len: int
+    kv_len: int
+
+
+class Merge(NamedTuple):
+    """A strip in several parts, as 8 words of the buffer."""
+
+    request: int
+    kv_head: int
+    row_begin: int
+    row_end: int
+    partial_row: int  # of the first part
+    parts: int
+    row_stride: int
+    q_begin: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """ctas: (first index of items, number). items: `None` where an index is not used."""
+
+    ctas: list[tuple[int, int]]
+    items: list[Item | None]
+    merges: list[Merge]
+    ctas_used: int
+    strips: int
+
+    def of_cta(self, cta: int) -> list[Item]:
+        first, count = self.ctas[cta]
+        return [item for item in self.items[first : first + count] if item is not None]
+
+    def words(self, spec: SplitSpec) -> list[int]:
+        """The buffer; what is undefined is -1."""
+        layout = Layout(spec)
+        words = [-1] * layout.size
+        used = sum(count for _, count in self.ctas)
+        words[:HEADER_WORDS] = [len(self.merges), used, self.ctas_used, self.strips, 0, 0, 0, 0]
+        rows: list[tuple[int, Sequence[tuple[int, ...] | None]]] = [
+            (layout.ctas, self.ctas),
+            (layout.merges, self.merges),
+            (layout.items, self.items),
+        ]
+        for at, section in rows:
+            for index, row in enumerate(section):
+                if row is not None:
+                    words[at + index * len(row) : at + (index + 1) * len(row)] = row
+        return words
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Capacities and offsets (in int32 words) of a plan's buffer, from the spec alone."""
+
+    spec: SplitSpec
+
+    @cached_property
+    def max_pieces(self) -> int:
+        """Parts that fixed pieces cut a strip into, at most; 1 without."""
+        spec = self.spec
+        return max(1, -(-spec.max_kv_len // (spec.kv_tile * spec.piece))) if spec.piece else 1
+
+    @cached_property
+    def query_tiles(self) -> int:
+        """Query tiles of all requests and one kv head."""
+        spec = self.spec
+        largest, requests = spec.tile_rows[-1], min(spec.batch, spec.tokens)
+        of_one = -(-spec.max_q_len * spec.group_size // largest)
+        return min(requests + spec.tokens * spec.group_size // largest, requests * of_one)
+
+    @property
+    def entries(self) -> int:
+        """Strips of one kv head (pieces of strips, where they are fixed)."""
+        return self.query_tiles * self.max_pieces
+
+    @property
+    def item_capacity(self) -> int:
+        return self.entries * self.spec.num_kv_heads + self.spec.num_ctas
+
+    @property
+    def merge_capacity(self) -> int:
+        strips = self.query_tiles * self.spec.num_kv_heads
+        if self.spec.piece:
+            return strips if self.max_pieces > 1 else 0
+        return min(self.spec.num_ctas - 1, strips)
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of the partial buffers."""
+        spec = self.spec
+        if spec.piece:
+            parts = self.entries * spec.num_kv_heads if self.max_pieces > 1 else 0
+        else:
+            parts = 2 * (spec.num_ctas - 1)  # a cut begins one part, and ends another at most
+        return parts * spec.tile_rows[-1]
+
+    @property
+    def ctas(self) -> int:
+        return ALIGNMENT
+
+    @property
+    def merges(self) -> int:
+        return self.ctas + _aligned(self.spec.num_ctas * CTA_WORDS)
+
+    @property
+    def items(self) -> int:
+        return self.merges + _aligned(self.merge_capacity * len(Merge._fields))
+
+    @property
+    def size(self) -> int:
+        return self.items + _aligned(self.item_capacity * len(Item._fields))
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGNMENT) * ALIGNMENT
+
+
+class Strip(NamedTuple):
+    """A strip, or a fixed piece of one."""
+
+    request: int
+    kv_head: int
+    query_tile: int
+    piece: int  # counted from the request's first
+    pieces: int  # that the whole strip has
+    row_begin: int
+    row_end: int
+    tile_rows: int
+    tile_cost: int
+    kv_begin: int
+    kv_end: int
+    cost: int
+
+
+def strips(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Strip]:
+    """All strips in the order of the line."""
+    line = []
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        rows = q_len * spec.group_size
+        size = next((i for i, n in enumerate(spec.tile_rows) if n >= rows), len(spec.tile_rows) - 1)
+        tile, tile_cost = spec.tile_rows[size], spec.tile_cost[size]
+        pieces, first_piece = 1, 0
+        if spec.piece:
+            first_key = min(max(kv_len - q_len - spec.left, 0), kv_len) if spec.left >= 0 else 0
+            first_piece = first_key // (spec.kv_tile * spec.piece)
+            pieces = max(1, -(-kv_len // (spec.kv_tile * spec.piece)) - first_piece)
+        for kv_head in range(spec.num_kv_heads):
+            for query_tile in range(-(-rows // tile)):
+                row_begin = query_tile * tile
+                row_end = min(row_begin + tile, rows)
+                begin, end = visible_tiles(spec, q_len, kv_len, row_begin, row_end)
+                for piece in range(pieces):
+                    a, b = begin, end
+                    if spec.piece:
+                        a = max(a, (first_piece + piece) * spec.piece)
+                        b = min(b, (first_piece + piece + 1) * spec.piece)
+                    a, b = (a, b) if a < b else (0, 0)
+                    cost = spec.item_cost + (b - a) * tile_cost
+                    line.append(
+                        Strip(request, kv_head, query_tile, piece, pieces, row_begin, row_end, tile,
+                              tile_cost, a, b, cost)
+                    )  # fmt: skip
+    return line
+
+
+def visible_tiles(
+    spec: SplitSpec, q_len: int, kv_len: int, row_begin: int, row_end: int
+) -> tuple[int, int]:
+    """The KV tiles that packed rows row_begin .. row_end - 1 need; (0, 0) for none."""
+    offset = kv_len - q_len
+    first, end = 0, kv_len
+    if spec.left >= 0:
+        first = max(0, offset + row_begin // spec.group_size - spec.left)
+    if spec.right >= 0:
+        end = min(kv_len, offset + (row_end - 1) // spec.group_size + spec.right + 1)
+    if end <= first:
+        return 0, 0
+    return first // spec.kv_tile, -(-end // spec.kv_tile)
+
+
+def plan(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Plan:
+    """The plan of one batch. Requests with q_len 0 have no items.
+
+    Raises:
+        ValueError: lengths beyond the spec's capacities.
+    """
+    _check(spec, q_lens, kv_lens)
+    line = strips(spec, q_lens, kv_lens)
+    total = sum(strip.cost for strip in line)
+    least = spec.item_cost + spec.min_piece * spec.tile_cost[0]
+    used = min(spec.num_ctas, max(1, total // least))
+    cuts = _cuts(spec, line, total, used)
+
+    # Parts: the whole of a strip, or where cuts are inside of it, what lies between them.
+    ctas: list[tuple[int, int]] = []
+    items: list[Item | None] = [None] * (len(line) + spec.num_ctas)
+    merges: list[Merge] = []
+    slots = 0
+    q_begins = [sum(q_lens[:request]) for request in range(len(q_lens))]
+    for cta in range(spec.num_ctas):
+        (first, inside), (last, rest) = cuts[cta], cuts[cta + 1]
+        end = last + (rest > 0)
+        # The cuts at both ends may be the same: then there is nothing between them.
+        ctas.append((first + cta, end - first if (first, inside) < (last, rest) else 0))
+        for index in range(first, first + ctas[-1][1]):
+            strip = line[index]
+            begin = strip.kv_begin + (inside if index == first else 0)
+            stop = strip.kv_begin + rest if index == last else strip.kv_end
+            partial_row, merge = -1, -1
+            split = (begin, stop) != (strip.kv_begin, strip.kv_end)
+            if split or strip.pieces > 1:
+                partial_row = slots * spec.tile_rows[-1]
+                slots += 1
+                if strip.piece == 0 and begin == strip.kv_begin:
+                    merges.append(
+                        Merge(strip.request, strip.kv_head, strip.row_begin, strip.row_end,
+                              partial_row, 0, spec.tile_rows[-1], q_begins[strip.request])
+                    )  # fmt: skip
+                merge = len(merges) - 1
+                merges[merge] = merges[merge]._replace(parts=merges[merge].parts + 1)
+            items[index + cta] = Item(
+                strip.request, strip.kv_head, strip.row_begin, strip.row_end, strip.tile_rows,
+                begin, stop, partial_row, merge, q_begins[strip.request], q_lens[strip.request],
+                kv_lens[strip.request],
+            )  # fmt: skip
+    return Plan(ctas, items, merges, used, len(line))
+
+
+def _cuts(spec: SplitSpec, line: list[Strip], total: int, used: int) -> list[tuple[int, int]]:
+    """For each CTA where its share begins, and one more for the end: (strip, KV tiles into it)."""
+    cuts = []
+    strip, start = 0, 0  # the strip that holds the wanted place, and where it begins
+    for cta in range(spec.num_ctas + 1):
+        place = min(cta, used) * total // used
+        while strip < len(line) and start + line[strip].cost <= place:
+            start += line[strip].cost
+            strip += 1
+        if strip == len(line):
+            cuts.append((strip, 0))
+        else:
+            cuts.append(_cut(spec, strip, line[strip], place - start))
+    return cuts
+
+
+def _cut(spec: SplitSpec, index: int, strip: Strip, offset: int) -> tuple[int, int]:
+    """The allowed place nearest to `offset` clocks into a strip."""
+    tiles = strip.kv_end - strip.kv_begin
+    if spec.piece or tiles < 2 * spec.min_piece:
+        return (index, 0) if 2 * offset < strip.cost else (index + 1, 0)
+    tile = (max(offset - spec.item_cost, 0) + strip.tile_cost // 2) // strip.tile_cost
+    if tile < spec.min_piece:
+        return index, 0
+    return (index, tile) if tiles - tile >= spec.min_piece else (index + 1, 0)
+
+
+def _check(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+    for name, value, most, remedy in (
+        ("requests", len(q_lens), spec.batch, "batch"),
+        ("query tokens", sum(q_lens), spec.tokens, "tokens"),
+        ("query tokens of one request", max(q_lens, default=0), spec.max_q_len, "max_q_len"),
+        ("keys of one request", max(kv_lens, default=0), spec.max_kv_len, "max_kv_len"),
+    ):
+        if value > most:
+            raise ValueError(
+                f"plan: the batch has {value} {name} and the spec is made for {most}; "
+                f"make one with {remedy} = {value} or more"
+            )

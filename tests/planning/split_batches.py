@@ -1,0 +1,41 @@
+"""Random specs and lengths of split attention, shared by the tests of every planner."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from rooftile.types import SplitSpec
+
+Lengths = list[tuple[int, int]]  # query, keys
+Q_LENS = st.one_of(st.just(1), st.integers(0, 5), st.integers(0, 70))
+KV_LENS = st.one_of(st.integers(0, 40), st.sampled_from([0, 1, 63, 64, 65, 128, 500, 3000]))
+SIDES = st.sampled_from([-1, -1, 0, 1, 17, 128])
+# Query tile sizes with the costs of a KV tile.
+TILES = st.sampled_from(
+    [((16,), (100,)), ((16, 64), (100, 150)), ((16, 32, 128), (30, 30, 90)), ((128,), (70,))]
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
+    lengths = draw(st.lists(st.tuples(Q_LENS, KV_LENS), max_size=12))
+    slack = draw(st.sampled_from([0, 0, 3]))
+    tile_rows, tile_cost = draw(TILES)
+    spec = SplitSpec(
+        batch=len(lengths) + slack,
+        tokens=sum(q for q, _ in lengths) + slack,
+        max_q_len=max([q for q, _ in lengths] + [0]) + slack,
+        max_kv_len=max([kv for _, kv in lengths] + [0]) + slack,
+        group_size=draw(st.sampled_from([1, 4, 5, 7, 12, 128])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        left=draw(SIDES),
+        right=draw(st.sampled_from([0, 0, -1, 9])),
+        kv_tile=draw(st.sampled_from([16, 64, 128])),
+        tile_rows=tile_rows,
+        tile_cost=tile_cost,
+        item_cost=draw(st.sampled_from([1, 80, 700])),
+        num_ctas=draw(st.sampled_from([1, 2, 5, 33, 132])),
+        min_piece=draw(st.integers(1, 3)),
+        piece=draw(st.sampled_from([0, 0, 1, 4])),
+    )
+    return spec, lengths

@@ -1,0 +1,194 @@
+"""The split of paged attention: complete, even, bounded, and what users of the buffer rely on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge, Plan, plan
+from rooftile.types import SplitSpec
+from tests.planning.split_batches import Lengths, batches
+
+MANY = settings(max_examples=200)
+SPEC = SplitSpec(
+    batch=64, tokens=64, max_q_len=1, max_kv_len=32768, group_size=4, num_kv_heads=8, left=-1,
+    right=0, kv_tile=64, tile_rows=(16,), tile_cost=(1600,), item_cost=1500, num_ctas=132,
+    min_piece=2,
+)  # fmt: skip
+
+
+def planned(spec: SplitSpec, lengths: Lengths) -> Plan:
+    return plan(spec, [q for q, _ in lengths], [kv for _, kv in lengths])
+
+
+def items_of(found: Plan) -> list[Item]:
+    return [item for cta in range(len(found.ctas)) for item in found.of_cta(cta)]
+
+
+def share(spec: SplitSpec, items: list[Item]) -> int:
+    costs = dict(zip(spec.tile_rows, spec.tile_cost, strict=True))
+    return sum(spec.item_cost + (i.kv_end - i.kv_begin) * costs[i.tile_rows] for i in items)
+
+
+@MANY
+@given(batch=batches())
+def test_every_query_and_visible_key_are_covered_once(batch: tuple[SplitSpec, Lengths]) -> None:
+    spec, lengths = batch
+    covered = defaultdict(list)  # (request, head, packed row) -> KV tiles
+    for item in items_of(planned(spec, lengths)):
+        assert (item.q_len, item.kv_len) == lengths[item.request]
+        assert item.q_begin == sum(q for q, _ in lengths[: item.request])
+        assert 0 < item.row_end - item.row_begin <= item.tile_rows
+        assert item.tile_rows in spec.tile_rows
+        for row in range(item.row_begin, item.row_end):
+            covered[item.request, item.kv_head, row] += range(item.kv_begin, item.kv_end)
+    for request, (q_len, kv_len) in enumerate(lengths):
+        tiles = -(-kv_len // spec.kv_tile)
+        for head in range(spec.num_kv_heads):
+            for row in range(q_len * spec.group_size):
+                got = covered.pop((request, head, row))  # every row belongs to an item
+                assert got == sorted(set(got))
+                assert not got or got[-1] < tiles
+                position = kv_len - q_len + row // spec.group_size
+                first = max(0, position - spec.left) if spec.left >= 0 else 0
+                end = min(kv_len, position + spec.right + 1) if spec.right >= 0 else kv_len
+                if first < end:
+                    needed = range(first // spec.kv_tile, -(-end // spec.kv_tile))
+                    assert set(needed) <= set(got)
+    assert not covered
+
+
+@MANY
+@given(batch=batches())
+def test_tiles_wholly_outside_the_window_are_not_planned(batch: tuple[SplitSpec, Lengths]) -> None:
+    spec, lengths = batch
+    for item in items_of(planned(spec, lengths)):
+        positions = [
+            item.kv_len - item.q_len + row // spec.group_size
+            for row in (item.row_begin, item.row_end - 1)
+        ]
+        for tile in range(item.kv_begin, item.kv_end):
+            if spec.left >= 0:
+                assert (tile + 1) * spec.kv_tile > positions[0] - spec.left
+            if spec.right >= 0:
+                assert tile * spec.kv_tile <= positions[1] + spec.right
+
+
+@MANY
+@given(batch=batches())
+def test_shares_are_even(batch: tuple[SplitSpec, Lengths]) -> None:
+    """Two cuts move by at most an item each, and beginning anew costs a share an item more."""
+    spec, lengths = batch
+    found = planned(spec, lengths)
+    items = items_of(found)
+    if not items:
+        return
+    most_cut = spec.item_cost + 2 * spec.min_piece * max(spec.tile_cost)
+    if spec.piece:
+        most_cut = spec.item_cost + spec.piece * max(spec.tile_cost)
+    mean = share(spec, items) / found.ctas_used
+    for cta in range(len(found.ctas)):
+        cost = share(spec, found.of_cta(cta))
+        assert cost <= mean + most_cut + spec.item_cost
+        if cta >= found.ctas_used:
+            assert cost == 0
+
+
+@MANY
+@given(batch=batches())
+def test_parts_fill_the_partial_buffer_once_and_merges_name_them_in_order(
+    batch: tuple[SplitSpec, Lengths],
+) -> None:
+    spec, lengths = batch
+    found, layout = planned(spec, lengths), Layout(spec)
+    parts = defaultdict(list)
+    for item in items_of(found):
+        assert (item.partial_row < 0) == (item.merge < 0)
+        if item.merge >= 0:
+            parts[item.merge].append(item)
+    assert sorted(parts) == list(range(len(found.merges)))
+    rows = 0
+    for index, merge in enumerate(found.merges):
+        assert merge.parts == len(parts[index]) > 1
+        assert merge.row_stride >= merge.row_end - merge.row_begin
+        begin = 0
+        for part, item in enumerate(parts[index]):
+            assert item.partial_row == merge.partial_row + part * merge.row_stride == rows
+            assert item[:4] == merge[:4]
+            assert item.q_begin == merge.q_begin
+            if item.kv_begin < item.kv_end:
+                assert item.kv_begin >= begin
+                begin = item.kv_end
+            rows += merge.row_stride
+    assert rows <= layout.partial_rows
+    assert len(found.merges) <= layout.merge_capacity
+    assert len(found.items) <= layout.item_capacity
+
+
+@MANY
+@given(batch=batches())
+def test_a_request_alone_is_cut_as_among_others(batch: tuple[SplitSpec, Lengths]) -> None:
+    spec, lengths = batch
+    spec = replace(spec, piece=max(spec.piece, 1))
+
+    def cut(found: Plan, request: int) -> list[tuple[int, ...]]:
+        return [(*item[1:7], item.merge < 0) for item in items_of(found) if item.request == request]
+
+    together = planned(spec, lengths)
+    for request, pair in enumerate(lengths):
+        alone = planned(spec, [pair])
+        assert cut(alone, 0) == cut(together, request)
+        for item in items_of(alone):
+            assert item.kv_begin // spec.piece == max(item.kv_end - 1, 0) // spec.piece
+
+
+@given(batch=batches())
+def test_the_buffer_holds_the_plan(batch: tuple[SplitSpec, Lengths]) -> None:
+    spec, lengths = batch
+    found, layout = planned(spec, lengths), Layout(spec)
+    words = found.words(spec)
+    assert words == planned(spec, lengths).words(spec)
+    assert len(words) == layout.size
+    assert words[:HEADER_WORDS][:2] == [len(found.merges), len(items_of(found))]
+    for at in (layout.ctas, layout.merges, layout.items):
+        assert at % 32 == 0
+
+    def rows(at: int, width: int, count: int) -> list[list[int]]:
+        return [words[at + i * width : at + (i + 1) * width] for i in range(count)]
+
+    merges = rows(layout.merges, len(Merge._fields), words[0])
+    assert [Merge(*m) for m in merges] == found.merges
+    for cta, (first, count) in enumerate(rows(layout.ctas, 2, spec.num_ctas)):
+        mine = rows(layout.items, len(Item._fields), layout.item_capacity)[first : first + count]
+        assert [Item(*i) for i in mine] == found.of_cta(cta)
+
+
+def test_one_long_request_among_short_ones() -> None:
+    lengths = [(1, 32768), *[(1, 512)] * 63]
+    found = planned(SPEC, lengths)
+    shares = [share(SPEC, found.of_cta(cta)) for cta in range(132)]
+    assert found.ctas_used == 132
+    assert max(shares) < 1.2 * sum(shares) / 132
+    # The same work with a strip to a CTA: one strip alone takes 20 times the mean.
+    assert share(SPEC, [i for i in items_of(found) if i[:2] == (0, 0)]) > 20 * max(shares) / 3
+
+
+def test_few_keys_use_few_ctas() -> None:
+    found = planned(SPEC, [(1, 100)])
+    assert found.ctas_used == 8
+    assert all(count == 1 for _, count in found.ctas[:8])
+    assert planned(SPEC, []).ctas_used == 1
+    assert planned(SPEC, [(0, 100)]).strips == 0
+
+
+def test_lengths_beyond_the_capacities_are_refused() -> None:
+    for lengths, message in (
+        ([(1, 1)] * 65, "65 requests and the spec is made for 64; make one with batch = 65"),
+        ([(1, 40000)], "40000 keys of one request.*max_kv_len = 40000 or more"),
+        ([(2, 40)], "2 query tokens of one request"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned(SPEC, lengths)
