@@ -70,7 +70,7 @@ def paged_attention(
         NotImplementedError: inputs that require a gradient.
     """
     name = "paged_attention"
-    _check_pages(name, q, "q", k_pages, v_pages)
+    check_pages(name, q, "q", k_pages, v_pages)
     require(
         q.shape[-1] == k_pages.shape[-1],
         lambda: (
@@ -85,7 +85,7 @@ def paged_attention(
             f"use attention_varlen, or call under torch.no_grad()"
         )
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
-    _check_batch(name, q, k_pages, batch, left)
+    check_batch(name, q, k_pages, batch, left)
     out, lse = PAGED_ATTENTION.handle(
         *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
         *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale, kernel),
@@ -118,7 +118,7 @@ def append_kv(
         NotImplementedError: inputs that require a gradient.
     """
     name = "append_kv"
-    _check_pages(name, k, "k", k_pages, v_pages)
+    check_pages(name, k, "k", k_pages, v_pages)
     for tensor_name, tensor, pages in (("k", k, k_pages), ("v", v, v_pages)):
         expected = (k.shape[0], pages.shape[1], pages.shape[3])
         check_shape(name, tensor_name, tensor, expected, "[tokens, heads, dim] of its pages")
@@ -156,7 +156,7 @@ def append_kv(
     APPEND_KV.handle(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, kernel)
 
 
-def _check_pages(
+def check_pages(
     name: str, tokens: Tensor, tokens_name: str, k_pages: Tensor, v_pages: Tensor
 ) -> None:
     require(
@@ -182,7 +182,7 @@ def _check_pages(
     )
 
 
-def _check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int) -> None:
+def check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int) -> None:
     check_cu_seqlens(name, "cu_seqlens_q", batch.cu_seqlens_q, "q", q, batch.max_q_len, "max_q_len")
     check_integers(name, "kv_lens", batch.kv_lens, q, "q")
     check_integers(name, "page_table", batch.page_table, q, "q")
