@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 INSTALL := $(PIP) --constraint constraints.txt
 
 # Triton decides on import whether its kernels are compiled or interpreted: a process of its own.
-INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_triton_attention.py
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_triton_attention.py \
+	tests/ops/test_norm.py tests/ops/test_rope.py tests/ops/test_activation.py
 
 .PHONY: demo test test-all lint clean
 

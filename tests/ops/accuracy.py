@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import GPU_FAMILIES, Operator
 
 
 def assert_rows_close(
@@ -33,9 +34,23 @@ def assert_rows_close(
     assert bool((worst <= allowed).all()), f"row errors {worst.tolist()} above {allowed.tolist()}"
 
 
+def kernels_to_test(operator: Operator) -> list[str]:
+    """The families that this process tests: Triton's alone where they are interpreted.
+
+    Those that need a GPU have tests of their own, on a GPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return [family for family in operator.families if family == "triton"]
+    return [family for family in operator.families if family not in GPU_FAMILIES]
+
+
 def dtype_for(kernel: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to test a kernel in where `dtype` was drawn: native ones have no float64."""
-    return torch.float32 if kernel == "cpu" and dtype == torch.float64 else dtype
+    """The dtype to test a kernel in where `dtype` was drawn: fast ones have no float64, and Triton's
+    interpreter does not round to bfloat16.
+    """
+    if kernel == "triton" and dtype == torch.bfloat16:
+        return torch.float16
+    return torch.float32 if kernel in ("cpu", "triton") and dtype == torch.float64 else dtype
 
 
 def opcheck(operator: Operator, *arguments: Any, **options: Any) -> None:

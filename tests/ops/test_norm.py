@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftile.ops.norm import RMS_NORM, rms_norm
-from tests.ops.accuracy import assert_rows_close, opcheck
+from tests.ops.accuracy import assert_rows_close, dtype_for, kernels_to_test, opcheck
 
-KERNELS = RMS_NORM.families
+KERNELS = kernels_to_test(RMS_NORM)
 
 
 def oracle(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
@@ -38,6 +38,7 @@ def test_equals_the_oracle(
     has_residual: bool,
     seed: int,
 ) -> None:
+    dtype = dtype_for(kernel, dtype)
     generator = torch.Generator().manual_seed(seed)
     # A slice of a wider tensor: rows are not contiguous.
     x = torch.randn(rows, hidden + 3, generator=generator).to(dtype)[:, :hidden]
@@ -54,6 +55,7 @@ def test_equals_the_oracle(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_offset(kernel: str, dtype: torch.dtype) -> None:
+    dtype = dtype_for(kernel, dtype)
     # Weights so small that weight + 1 rounded to bfloat16 would lose them.
     x, weight = torch.randn(5, 16).to(dtype), (torch.randn(16) * 1e-3).to(dtype)
     out = rms_norm(x, weight, 1e-6, weight_offset=1.0, kernel=kernel)

@@ -67,7 +67,7 @@ GATED_ACTIVATION = Operator(
     "gated_activation",
     "(Tensor x, str activation) -> Tensor",
     module="activation",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=_call,
     fake=lambda x, activation: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
 )

@@ -72,7 +72,7 @@ RMS_NORM = Operator(
     "(Tensor x, Tensor? weight, Tensor? residual, float eps, float weight_offset)"
     " -> (Tensor, Tensor)",
     module="norm",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=_call,
     fake=lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
 )

@@ -13,6 +13,7 @@ import torch
 from rooftile.kernels import Kernel
 
 LIBRARY = torch.library.Library("rooftile", "DEF")
+GPU_FAMILIES = ("triton", "gluon")
 OPERATORS: dict[str, Operator] = {}  # every declared operator, for `rooftile doctor`
 
 
@@ -67,6 +68,10 @@ class Operator:
 
     def refusal(self, call: Hashable, family: str) -> str | None:
         """Why `family` cannot run `call`, or `None`."""
+        device = getattr(call, "device", None)
+        if family in GPU_FAMILIES and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            # Without importing it: Triton takes longer to load than a small model.
+            return f"it needs a GPU, not a {device}"
         kernel = self.kernel(family)
         return kernel if isinstance(kernel, str) else kernel.supports(call)
 

@@ -86,7 +86,7 @@ ROTARY_EMBEDDING = Operator(
     "rotary_embedding",
     "(Tensor x, Tensor positions, Tensor cos_sin, bool interleaved, bool inverse) -> Tensor",
     module="rope",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=lambda x, positions, cos_sin, interleaved, inverse: RotaryCall(
         x.device.type, x.dtype, x.shape[-1], 2 * cos_sin.shape[-1], interleaved
     ),

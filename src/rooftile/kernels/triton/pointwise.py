@@ -1,0 +1,44 @@
+"""What the memory-bound Triton kernels share: what they run on, and how rows lie in memory."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(call: Any) -> str | None:
+    """Why these kernels cannot run a call of this device and dtype."""
+    if INTERPRETED:
+        if call.dtype not in (torch.float16, torch.float32):
+            return f"Triton's interpreter rounds float16 and float32 right, not {call.dtype}"
+        return None
+    if call.device != "cuda":
+        return f"it needs a GPU, not a {call.device}"
+    if call.dtype not in DTYPES:
+        return f"it takes bfloat16, float16 and float32, not {call.dtype}"
+    return None
+
+
+def where(tensor: Tensor) -> AbstractContextManager[Any]:
+    """The device to launch on, where it is not the current one."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x with dense rows, and where row r of its last dimension begins: (r // inner) * outer stride +
+    (r % inner) * inner stride. Copies only what lies otherwise.
+    """
+    if x.dim() == 3 and x.stride(2) == 1:
+        return x, x.shape[1], x.stride(0), x.stride(1)
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x, 1, x.stride(0), 0
+    return x.contiguous(), 1, x.shape[-1], 0
