@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rooftile.ops import gelu_and_mul as gelu_and_mul
     from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
+    from rooftile.ops import matmul as matmul
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
     from rooftile.ops import paged_attention as paged_attention
@@ -45,6 +46,7 @@ OPERATORS = (
     "gelu_and_mul",
     "grouped_linear",
     "linear",
+    "matmul",
     "merge_attention_states",
     "pack",
     "paged_attention",

@@ -13,6 +13,7 @@ import torch
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
+from rooftile.ops.gemm import MatmulCall
 from rooftile.ops.grouped_linear import GroupedLinearCall
 from rooftile.ops.linear import LinearCall
 from rooftile.ops.merge import MergeCall
@@ -98,6 +99,10 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             ("bf16 onednn", LinearCall(device, bf16, "onednn")),
             ("fp32 dense", LinearCall(device, fp32, "dense")),
         ],
+        "matmul": [
+            ("bf16 512x4096x14336", _matmul(device, bf16, "none")),
+            ("… silu_and_mul", _matmul(device, bf16, "silu_and_mul")),
+        ],
         "grouped_linear": [("bf16", GroupedLinearCall(device, bf16))],
         "rms_norm": [
             ("bf16 with residual", NormCall(device, bf16, 4096, True, True, False)),
@@ -110,3 +115,10 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             for name in ("sample", "top_logprobs", "token_ranks")
         },
     }
+
+
+def _matmul(device: str, dtype: torch.dtype, activation: str) -> MatmulCall:
+    return MatmulCall(
+        *(device, dtype, dtype, 512, 4096, 14336, "row", "column"),
+        *(activation, False, False, False),
+    )

@@ -2,6 +2,7 @@
 
 from rooftile.ops.activation import gelu_and_mul, silu_and_mul
 from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.gemm import matmul
 from rooftile.ops.grouped_linear import grouped_linear
 from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
 from rooftile.ops.merge import merge_attention_states
@@ -44,6 +45,7 @@ __all__ = [
     "gelu_and_mul",
     "grouped_linear",
     "linear",
+    "matmul",
     "merge_attention_states",
     "pack",
     "paged_attention",

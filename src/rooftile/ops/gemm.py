@@ -1,0 +1,229 @@
+"""Matrix products with what follows them: bias, activation, gate, residual (Stream-K on a GPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.kernels.reference.gemm import ACTIVATIONS, activation_backward, is_gated
+from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.operator import Operator
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class MatmulCall:
+    """The properties that choose a kernel. Unlike those of other operators they hold the sizes:
+    which kernel is fastest depends on them, and they are known without waiting for a device.
+    """
+
+    device: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    a_layout: str  # "row", "column" or "strided": which dimension is contiguous
+    b_layout: str
+    activation: str
+    has_bias: bool
+    has_residual: bool
+    batch_invariant: bool
+
+
+def matmul(
+    a: Tensor,  # [..., m, k]
+    b: Tensor,  # [k, n], any strides: the transpose of a weight [n, k] is read where it lies
+    bias: Tensor | None = None,  # [n]
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,  # [..., m, n], or [..., m, n / 2] with a gate
+    *,
+    scale_a: Tensor | None = None,  # [] or [..., m] float32, of an fp8 a
+    scale_b: Tensor | None = None,  # [] or [n] float32, of an fp8 b
+    batch_invariant: bool = False,
+    kernel: str = "auto",
+) -> Tensor:
+    """activation(scale_a scale_b (a @ b) + bias) + residual -> [..., m, n], rounded once.
+
+    activation: None, "silu", "gelu" (error function) or "gelu_tanh"; or one of those with
+        "_and_mul": the first n / 2 columns are a gate, activated and multiplied with the others,
+        so the result is [..., m, n / 2].
+    out_dtype: a's dtype where left out, bfloat16 where a is fp8. Sums are float32 or wider.
+    scale_a, scale_b: of a whole matrix or of its rows (of a) and columns (of b); both matrices are
+        float8_e4m3fn where scales are given, and only then.
+    batch_invariant: the order of each sum depends on n and k alone, so that a row's bits do not
+        depend on how many others there are. "auto" then takes a kernel that promises this.
+
+    Differentiable in a, b, bias and residual, but not for fp8.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or an activation that do not fit.
+        NotImplementedError: a gradient is asked of fp8, or no kernel can run the call.
+    """
+    name = "matmul"
+    chosen = activation or "none"
+    require(
+        chosen in ACTIVATIONS,
+        lambda: (
+            f"{name}: activation is {activation!r}; choose None or one of "
+            f"{', '.join(repr(x) for x in ACTIVATIONS if x != 'none')}"
+        ),
+    )
+    require(
+        a.dim() >= 2 and b.dim() == 2 and a.shape[-1] == b.shape[0],
+        lambda: (
+            f"{name}: a has shape {list(a.shape)} and b {list(b.shape)}; "
+            f"expected [..., m, k] and [k, n]"
+        ),
+    )
+    check_device(name, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b)
+    *leading, m, _ = a.shape
+    n = b.shape[1]
+    require(
+        not is_gated(chosen) or n % 2 == 0,
+        lambda: f"{name}: b has {n} columns; {chosen!r} needs an even number, gate and value",
+    )
+    out_columns = n // 2 if is_gated(chosen) else n
+    fp8 = _check_dtypes(name, a, b, scale_a, scale_b)
+    out_dtype = out_dtype or (torch.bfloat16 if fp8 else a.dtype)
+    require(
+        out_dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        lambda: (
+            f"{name}: out_dtype is {out_dtype}; choose a floating-point type of 16 bits or more"
+        ),
+    )
+    check_float(name, bias=bias, residual=residual)
+    if bias is not None:
+        check_shape(name, "bias", bias, (n,), "[n]")
+    if residual is not None:
+        check_shape(name, "residual", residual, (*leading, m, out_columns), "[..., m, columns]")
+        residual = residual.flatten(0, -2)
+    if scale_a is not None and scale_a.dim():
+        check_shape(name, "scale_a", scale_a, (*leading, m), "[..., m]")
+        scale_a = scale_a.flatten()
+    if scale_b is not None and scale_b.dim():
+        check_shape(name, "scale_b", scale_b, (n,), "[n]")
+    out = MATMUL.handle(
+        *(a.flatten(0, -2), b, bias, residual, scale_a, scale_b),
+        *(chosen, out_dtype, batch_invariant, kernel),
+    )
+    return out.reshape(*leading, m, out_columns)
+
+
+def _check_dtypes(
+    name: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> bool:
+    """Whether the matrices are fp8."""
+    fp8 = a.dtype == FP8 or b.dtype == FP8
+    require(
+        fp8 == (scale_a is not None) == (scale_b is not None),
+        lambda: (
+            f"{name}: a is {a.dtype} and b {b.dtype}, scale_a is "
+            f"{'given' if scale_a is not None else 'not given'}, scale_b is "
+            f"{'given' if scale_b is not None else 'not given'}; give both scales with {FP8} matrices, "
+            f"none with others"
+        ),
+    )
+    if not fp8:
+        check_float(name, a=a)
+    check_same(name, a=a, b=b)
+    for label, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        require(
+            scale is None or scale.dtype == torch.float32,
+            lambda label=label, scale=scale: (
+                f"{name}: {label} is {scale.dtype}; "  # type: ignore[misc]
+                f"convert it to torch.float32"
+            ),
+        )
+    return fp8
+
+
+def _layout(x: Tensor) -> str:
+    rows, columns = x.shape
+    if x.stride(1) == 1 or columns == 1:
+        return "row"
+    return "column" if x.stride(0) == 1 or rows == 1 else "strided"
+
+
+def _call(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+) -> MatmulCall:
+    return MatmulCall(
+        a.device.type,
+        a.dtype,
+        out_dtype,
+        a.shape[0],
+        b.shape[1],
+        a.shape[1],
+        _layout(a),
+        _layout(b),
+        activation,
+        bias is not None,
+        residual is not None,
+        batch_invariant,
+    )
+
+
+def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    *_, activation, out_dtype, _ = rest
+    columns = b.shape[1] // 2 if is_gated(activation) else b.shape[1]
+    return a.new_empty((a.shape[0], columns), dtype=out_dtype)
+
+
+MATMUL = Operator(
+    "matmul",
+    "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
+    "str activation, ScalarType out_dtype, bool batch_invariant) -> Tensor",
+    module="gemm",
+    families=("gluon", "triton", "torch", "reference"),
+    call=_call,
+    fake=_fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, bias, residual, scale_a, _, ctx.activation, *_ = inputs
+    ctx.is_fp8 = scale_a is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.save_for_backward(a, b, *(() if bias is None else (bias,)))
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    if ctx.is_fp8:
+        raise NotImplementedError(
+            "matmul: an fp8 product has no gradient; call it under torch.no_grad()"
+        )
+    a, b, *bias = ctx.saved_tensors
+    needs_a, needs_b, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    grad = grad_out
+    if ctx.activation != "none":
+        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+        before = MATMUL.handle(
+            a, b, bias[0] if bias else None, None, None, None, "none", wide, False, "auto"
+        )
+        grad = activation_backward(grad_out.to(wide), before, ctx.activation)
+    narrow = grad.to(a.dtype)
+    return (
+        narrow @ b.T if needs_a else None,
+        a.T @ narrow if needs_b else None,
+        grad.sum(0).to(ctx.bias_dtype) if needs_bias and bias else None,
+        grad_out.to(ctx.residual_dtype) if needs_residual and ctx.residual_dtype else None,
+        *(None,) * 6,
+    )
+
+
+MATMUL.register_autograd(_backward, _setup_context)
