@@ -1,8 +1,6 @@
 """Rotary position embedding in portable Triton: a program turns all heads of one token."""
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
