@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # keeps `import rooftile.types` free of torch at run time
@@ -65,6 +66,33 @@ class SplitSpec:
     num_ctas: int
     min_piece: int  # KV tiles, at least 1
     piece: int = 0  # KV tiles; 0: strips are cut where shares end
+
+    @property
+    def numbers(self) -> list[int]:
+        """What `from_numbers` makes an equal spec of: how it passes through a torch operator."""
+        values = [getattr(self, f.name) for f in fields(self) if not f.name.startswith("tile_")]
+        return [*values, *self.tile_rows, *self.tile_cost]
+
+    @staticmethod
+    def from_numbers(numbers: Sequence[int]) -> SplitSpec:
+        names = [f.name for f in fields(SplitSpec) if not f.name.startswith("tile_")]
+        sizes = numbers[len(names) :]
+        rows, costs = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+        values = dict(zip(names, numbers, strict=False))
+        return SplitSpec(**values, tile_rows=tuple(rows), tile_cost=tuple(costs))
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one kernel splits the paged attention of one step; for all layers of equal shapes.
+
+    Made by `plan_paged_attention`, valid until lengths change. `split` is `None`, and the buffer
+    empty, where the kernel follows no plan.
+    """
+
+    kernel: str
+    split: SplitSpec | None
+    buffer: Tensor = field(repr=False)  # int32, as planning/split_kv.py lays it out
 
 
 @dataclass(frozen=True)

@@ -296,12 +296,13 @@ def test_opcheck_and_compile() -> None:
     b = paged.batch
     arguments = (paged.q, paged.k_pages.nan_to_num(), paged.v_pages.nan_to_num())
     lengths = (b.cu_seqlens_q, b.kv_lens, b.page_table, 3, 9)
-    opcheck(PAGED_ATTENTION, *arguments, *lengths, None, -1, 0, 0.0, 0.3)
-    opcheck(PAGED_ATTENTION, *arguments, *lengths, torch.zeros(4), 2, 0, 5.0, 0.3)
+    unplanned = (None, None, False, None, [])
+    opcheck(PAGED_ATTENTION, *arguments, *lengths, None, -1, 0, 0.0, 0.3, *unplanned)
+    opcheck(PAGED_ATTENTION, *arguments, *lengths, torch.zeros(4), 2, 0, 5.0, 0.3, *unplanned)
     k, slots = torch.randn(3, 2, 8), torch.tensor([5, -1, 0])
     cos_sin = torch.randn(7, 2, 4)
     pages = [torch.zeros(6, 2, 4, 8) for _ in range(4)]
-    opcheck(APPEND_KV, k, k, *pages[:2], slots, torch.tensor([1, 2, 3]), cos_sin, False)
+    opcheck(APPEND_KV, k, k, *pages[:2], slots, torch.tensor([1, 2, 3]), cos_sin, False, None, None)
 
     compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*arguments, b), paged_attention(*arguments, b))

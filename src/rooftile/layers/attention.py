@@ -75,12 +75,13 @@ class AttentionLayer:
             q = ROTARY_EMBEDDING.handle(q, positions, self.cos_sin, False, False, "auto")
         key_positions = None if self.cos_sin is None else positions
         APPEND_KV.handle(
-            k, v, kv.k_pages, kv.v_pages, kv.slots, key_positions, self.cos_sin, False, "auto"
+            *(k, v, kv.k_pages, kv.v_pages, kv.slots, key_positions, self.cos_sin, False),
+            *(None, None, "auto"),
         )
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
             *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, self.softcap),
-            *(self.softmax_scale, "auto"),
+            *(self.softmax_scale, None, None, False, None, [], "auto"),
         )
         return self.out(out.flatten(1))

@@ -37,6 +37,8 @@ class AttentionCall:
     has_softcap: bool
     has_sink: bool
     page_size: int = 0  # 0: not paged
+    kv_dtype: torch.dtype | None = None  # of the pages, where it is not q's
+    batch_invariant: bool = False
 
 
 def attention(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftile.kernels import Kernel
 from rooftile.ops.attention import (
     AttentionCall,
     Window,
@@ -19,7 +20,10 @@ from rooftile.ops.attention import (
 )
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator, contents_checked
-from rooftile.types import PagedBatch
+from rooftile.ops.split_kv import SPLIT_KV
+from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
+
+QUANTISED = (torch.float8_e4m3fn,)  # dtypes of pages that need scales
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class AppendCall:
     page_size: int
     rotary_dim: int  # 0: no rotation
     interleaved: bool
+    kv_dtype: torch.dtype | None = None  # of the pages, where it is not k's
 
 
 def paged_attention(
@@ -47,6 +52,10 @@ def paged_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,  # [num_q_heads]
     softmax_scale: float | None = None,
+    k_scale: Tensor | None = None,  # [num_kv_heads] float32
+    v_scale: Tensor | None = None,  # [num_kv_heads] float32
+    plan: AttentionPlan | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,6 +68,11 @@ def paged_attention(
     wholly outside its window may be anything, slots without a key may hold NaN, and tokens
     after the last request are padding with output 0 and lse -inf. Causal by default. The other
     options and the results are those of `attention`. Not differentiable.
+
+    Pages may be torch.float8_e4m3fn: a head's keys then are k_pages * k_scale[head], its values
+    v_pages * v_scale[head]. `plan` is what `plan_paged_attention` made of this batch with the
+    same options: calls of many layers may share it. With `batch_invariant` a request's bits do
+    not depend on the rest of the batch (a plan brings its own choice).
 
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
@@ -86,11 +100,108 @@ def paged_attention(
         )
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
     check_batch(name, q, k_pages, batch, left)
+    _check_scales(name, k_pages, v_pages, k_scale, v_scale)
+    if plan is not None:
+        call = _call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+        _check_plan(name, plan, call, batch, q.shape[0], kernel)
+        kernel = plan.kernel
     out, lse = PAGED_ATTENTION.handle(
         *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-        *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale, kernel),
+        *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
+        *(k_scale, v_scale, batch_invariant, *plan_arguments(plan), kernel),
     )
     return (out, lse) if return_lse else out
+
+
+def plan_paged_attention(
+    q: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    batch: PagedBatch,
+    *,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,  # [num_q_heads]
+    batch_invariant: bool = False,
+    kernel: str = "auto",
+) -> AttentionPlan:
+    """How `paged_attention` of this batch is split over the GPU, for all layers of equal shapes.
+
+    Of q and the pages only shapes, dtypes and the device matter, and of the sink whether there is
+    one; lengths are read on the device, without waiting for it, so a captured CUDA graph plans
+    anew in each replay. The plan is valid as long as the lengths are.
+
+    batch_invariant: cut every request at fixed keys, so that its bits do not depend on the others.
+
+    Raises:
+        ValueError: as `paged_attention`.
+        NotImplementedError: an explicitly chosen kernel that cannot run the call.
+    """
+    name = "plan_paged_attention"
+    check_pages(name, q, "q", k_pages, v_pages)
+    check_heads(name, q.shape[1], k_pages.shape[1])
+    left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
+    check_batch(name, q, k_pages, batch, left)
+    call = _call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+    return make_plan(call, batch, q.shape[0], kernel)
+
+
+def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) -> AttentionPlan:
+    """`plan_paged_attention` without checks."""
+    family = PAGED_ATTENTION.choose(call, kernel)
+    split = _split(family, call, batch, tokens)
+    if split is None:
+        return AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+    buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, "auto")
+    return AttentionPlan(family, split, buffer)
+
+
+def plan_arguments(plan: AttentionPlan | None) -> tuple[Tensor | None, list[int]]:
+    """A plan as the operator takes it; without one a kernel that follows plans makes its own."""
+    if plan is None or plan.split is None:
+        return None, []
+    return plan.buffer, plan.split.numbers
+
+
+def _split(family: str, call: AttentionCall, batch: PagedBatch, tokens: int) -> SplitSpec | None:
+    kernel = PAGED_ATTENTION.kernel(family)
+    assert isinstance(kernel, Kernel)
+    if kernel.split is None:
+        return None
+    capacities = (batch.kv_lens.shape[0], tokens, batch.max_q_len, batch.max_kv_len)
+    split: SplitSpec = kernel.split(call, *capacities)
+    return split
+
+
+def _check_plan(
+    name: str,
+    plan: AttentionPlan,
+    call: AttentionCall,
+    batch: PagedBatch,
+    tokens: int,
+    kernel: str,
+) -> None:
+    require(
+        kernel in ("auto", plan.kernel),
+        lambda: (
+            f"{name}: kernel={kernel!r} but the plan is for {plan.kernel!r}; "
+            f"give plan_paged_attention the same kernel"
+        ),
+    )
+    if torch.compiler.is_compiling():
+        return
+    if plan.split is not None and plan.split.piece:
+        call = replace(call, batch_invariant=True)
+    PAGED_ATTENTION.choose(call, plan.kernel)  # raises where the kernel cannot run the call
+    wanted = _split(plan.kernel, call, batch, tokens)
+    require(
+        wanted == plan.split,
+        lambda: (
+            f"{name}: the plan was made for {plan.split}, and this call needs {wanted}; "
+            f"call plan_paged_attention with the arguments of this call"
+        ),
+    )
 
 
 def append_kv(
@@ -103,13 +214,16 @@ def append_kv(
     positions: Tensor | None = None,  # [tokens] int64 or int32
     cos_sin: Tensor | None = None,  # [max_position, 2, rotary_dim / 2] float32
     interleaved: bool = False,
+    k_scale: Tensor | None = None,  # [heads] float32
+    v_scale: Tensor | None = None,  # [heads] float32
     kernel: str = "auto",
 ) -> None:
     """Write each token's key and value into its slot, page * page_size + offset, in place.
 
     A token with slot -1 is not written and its row may hold anything. With `cos_sin`, keys are
     first rotated as `rotary_embedding` does, by the angles at `positions`, which need not follow
-    the slots. Slots of one call must differ, except -1.
+    the slots. Slots of one call must differ, except -1. Pages may be torch.float8_e4m3fn: they
+    then get k / k_scale[head] and v / v_scale[head], cut to +-448.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; and, where the contents
@@ -123,6 +237,7 @@ def append_kv(
         expected = (k.shape[0], pages.shape[1], pages.shape[3])
         check_shape(name, tensor_name, tensor, expected, "[tokens, heads, dim] of its pages")
     check_same(name, k=k, v=v)
+    _check_scales(name, k_pages, v_pages, k_scale, v_scale)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v, k_pages, v_pages)):
         raise NotImplementedError(
             f"{name}: an input requires a gradient, and pages have no backward; "
@@ -153,7 +268,10 @@ def append_kv(
         )
     if contents_checked(slots):
         _check_slots(name, slots, k_pages.shape[0] * k_pages.shape[2], positions, cos_sin)
-    APPEND_KV.handle(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, kernel)
+    APPEND_KV.handle(
+        *(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved),
+        *(k_scale, v_scale, kernel),
+    )
 
 
 def check_pages(
@@ -172,7 +290,11 @@ def check_pages(
                 f"expected [num_pages, heads, page_size, dim]"
             )
     check_float(name, **{tokens_name: tokens})
-    check_same(name, **{tokens_name: tokens, "k_pages": k_pages, "v_pages": v_pages})
+    if k_pages.dtype in QUANTISED:
+        check_same(name, k_pages=k_pages, v_pages=v_pages)
+        check_device(name, **{tokens_name: tokens, "k_pages": k_pages})
+    else:
+        check_same(name, **{tokens_name: tokens, "k_pages": k_pages, "v_pages": v_pages})
     require(
         k_pages.shape[:3] == v_pages.shape[:3],
         lambda: (
@@ -228,6 +350,22 @@ def check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: 
         )
 
 
+def _check_scales(
+    name: str, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    quantised = k_pages.dtype in QUANTISED
+    for scale_name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scale is not None) != quantised:
+            raise ValueError(
+                f"{name}: {scale_name} is {'missing' if quantised else 'given'} and pages are "
+                f"{k_pages.dtype}; pages of {QUANTISED[0]} need both scales, others take none"
+            )
+        if scale is not None:
+            check_shape(name, scale_name, scale, (k_pages.shape[1],), "[num_kv_heads]")
+            check_float(name, **{scale_name: scale})
+            check_device(name, k_pages=k_pages, **{scale_name: scale})
+
+
 def _check_slots(
     name: str,
     slots: Tensor,
@@ -264,8 +402,16 @@ def _check_slots(
         )
 
 
-def _call(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> AttentionCall:
-    *_, sink, left, right, softcap, _ = rest
+def _call(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    batch_invariant: bool = False,
+) -> AttentionCall:
     return AttentionCall(
         q.device.type,
         q.dtype,
@@ -278,6 +424,8 @@ def _call(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> AttentionC
         has_softcap=softcap != 0,
         has_sink=sink is not None,
         page_size=k_pages.shape[2],
+        kv_dtype=None if k_pages.dtype == q.dtype else k_pages.dtype,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -285,20 +433,24 @@ PAGED_ATTENTION = Operator(
     "paged_attention",
     "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor cu_seqlens_q, Tensor kv_lens,"
     " Tensor page_table, SymInt max_q_len, SymInt max_kv_len, Tensor? sink,"
-    " int left, int right, float softcap, float scale) -> (Tensor, Tensor)",
+    " int left, int right, float softcap, float scale, Tensor? k_scale, Tensor? v_scale,"
+    " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
     module="paged",
     families=("cpu", "torch", "reference"),
-    call=_call,
+    call=lambda q, k_pages, v_pages, *rest: _call(
+        q, k_pages, v_pages, *rest[5:9], batch_invariant=rest[12]
+    ),
     fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )
 
 APPEND_KV = Operator(
     "append_kv",
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slots,"
-    " Tensor? positions, Tensor? cos_sin, bool interleaved) -> ()",
+    " Tensor? positions, Tensor? cos_sin, bool interleaved, Tensor? k_scale, Tensor? v_scale)"
+    " -> ()",
     module="paged",
     families=("cpu", "torch", "reference"),
-    call=lambda k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved: AppendCall(
+    call=lambda k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, *_: AppendCall(
         k.device.type,
         k.dtype,
         k.shape[1],
@@ -307,6 +459,7 @@ APPEND_KV = Operator(
         k_pages.shape[2],
         rotary_dim=0 if cos_sin is None else 2 * cos_sin.shape[2],
         interleaved=interleaved,
+        kv_dtype=None if k_pages.dtype == k.dtype else k_pages.dtype,
     ),
     fake=lambda *_: None,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ def paged_attention(
     right: int,
     softcap: float,
     scale: float,
+    k_scale: Tensor | None,  # [num_kv_heads]
+    v_scale: Tensor | None,  # [num_kv_heads]
+    batch_invariant: bool,
+    plan: Tensor | None,
+    split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     tokens, heads, k_dim = q.shape
     v_dim = v_pages.shape[3]
@@ -82,9 +88,13 @@ def append_kv(
     positions: Tensor | None,  # [tokens]
     cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2]
     interleaved: bool,
+    k_scale: Tensor | None,  # [heads]
+    v_scale: Tensor | None,  # [heads]
 ) -> None:
     if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (k_pages, v_pages)):
-        append_kv_by_index(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved)
+        append_kv_by_index(
+            k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, k_scale, v_scale
+        )
         return
     tokens, heads, k_dim = k.shape
     k, v, slots = _dense(k), _dense(v), slots.long().contiguous()
@@ -102,7 +112,13 @@ def append_kv(
     )
 
 
+def supports(call: Any) -> str | None:
+    if call.kv_dtype is not None:
+        return f"it has no pages of {call.kv_dtype}"
+    return refusal(call)
+
+
 KERNELS = {
-    "paged_attention": Kernel(paged_attention, refusal, efficiency=0.7),
-    "append_kv": Kernel(append_kv, refusal, efficiency=0.6),
+    "paged_attention": Kernel(paged_attention, supports, efficiency=0.7),
+    "append_kv": Kernel(append_kv, supports, efficiency=0.6),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rooftile.kernels import Kernel, anything
 from rooftile.kernels.reference.attention import attention, nothing_seen
+from rooftile.kernels.reference.precision import widen
 from rooftile.kernels.reference.rope import rotary_embedding
 
 
@@ -23,6 +25,11 @@ def paged_attention(
     right: int,
     softcap: float,
     scale: float,
+    k_scale: Tensor | None,  # [num_kv_heads]
+    v_scale: Tensor | None,  # [num_kv_heads]
+    batch_invariant: bool,
+    plan: Tensor | None,
+    split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     out, lse = nothing_seen(q, v_pages.shape[-1])
     page_size = k_pages.shape[2]
@@ -40,6 +47,8 @@ def paged_attention(
             p[pages].transpose(1, 2).flatten(0, 1)[first - skipped : kv_len - skipped]
             for p in (k_pages, v_pages)
         )
+        if k_scale is not None and v_scale is not None:
+            k, v = (x.to(widen(q).dtype) * s[:, None] for x, s in ((k, k_scale), (v, v_scale)))
         one = attention(q[None, queries], k[None], v[None], sink, left, right, softcap, scale)
         out[queries], lse[queries] = one[0][0], one[1][0]
     return out, lse
@@ -59,14 +68,26 @@ def append_kv(
     positions: Tensor | None,  # [tokens]
     cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2]
     interleaved: bool,
+    k_scale: Tensor | None,  # [heads]
+    v_scale: Tensor | None,  # [heads]
 ) -> None:
     written = slots >= 0
     slots, k, v = slots[written].long(), k[written], v[written]
     if cos_sin is not None and positions is not None:
         k = rotary_embedding(k, positions[written].long(), cos_sin, interleaved, inverse=False)
     pages, offsets = slots // k_pages.shape[2], slots % k_pages.shape[2]
+    if k_scale is not None and v_scale is not None:
+        k, v = quantised(k, k_scale, k_pages.dtype), quantised(v, v_scale, v_pages.dtype)
+        # torch has no indexed writes of 8-bit floats.
+        k, v, k_pages, v_pages = (x.view(torch.uint8) for x in (k, v, k_pages, v_pages))
     k_pages[pages, :, offsets] = k
     v_pages[pages, :, offsets] = v
+
+
+def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [tokens, heads, dim] in units of its head's scale, cut to what dtype holds."""
+    most = torch.finfo(dtype).max
+    return (widen(x) / scale[:, None]).clamp(-most, most).to(dtype)
 
 
 KERNELS = {

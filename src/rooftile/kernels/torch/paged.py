@@ -39,6 +39,11 @@ def paged_attention(
     right: int,
     softcap: float,
     scale: float,
+    k_scale: Tensor | None,  # [num_kv_heads]
+    v_scale: Tensor | None,  # [num_kv_heads]
+    batch_invariant: bool,
+    plan: Tensor | None,
+    split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, dim], [tokens, num_q_heads]
     page_size = k_pages.shape[2]
     ends, lengths = cu_seqlens_q.tolist(), kv_lens.tolist()
@@ -190,11 +195,15 @@ def append_kv(
     positions: Tensor | None,  # [tokens]
     cos_sin: Tensor | None,  # [max_position, 2, rotary_dim / 2]
     interleaved: bool,
+    k_scale: Tensor | None,  # [heads]
+    v_scale: Tensor | None,  # [heads]
 ) -> None:
     if slots.numel() == 0:
         return
     if not (_raster(k_pages) and _raster(v_pages)):
-        append_kv_by_index(k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved)
+        append_kv_by_index(
+            k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, k_scale, v_scale
+        )
         return
     if int(slots.min()) < 0:
         written = slots >= 0
@@ -216,11 +225,21 @@ def append_kv(
         rows.index_copy_(0, indices, x.reshape(-1, pool.shape[3]))
 
 
+def paged_supports(call: Any) -> str | None:
+    if call.kv_dtype is not None:
+        return f"it has no pages of {call.kv_dtype}"
+    if call.batch_invariant:
+        return "requests are padded to the longest of their batch"
+    return supports(call)
+
+
 def append_supports(call: Any) -> str | None:
+    if call.kv_dtype is not None:
+        return f"it has no pages of {call.kv_dtype}"
     return None if call.device == "cpu" else "it reads the slots on the host; use a GPU kernel"
 
 
 KERNELS = {
-    "paged_attention": Kernel(paged_attention, supports, efficiency=0.3),
+    "paged_attention": Kernel(paged_attention, paged_supports, efficiency=0.3),
     "append_kv": Kernel(append_kv, append_supports, efficiency=0.3),
 }
