@@ -14,6 +14,8 @@ import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
 from rooftile.ops.gemm import MatmulCall
+from rooftile.ops.dual_chunk import DualChunkCall
+from rooftile.ops.dual_chunk_rotary import DualChunkRotaryCall
 from rooftile.ops.grouped_linear import GroupedLinearCall
 from rooftile.ops.linear import LinearCall
 from rooftile.ops.merge import MergeCall
@@ -22,6 +24,7 @@ from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import AppendCall
 from rooftile.ops.rope import RotaryCall
 from rooftile.ops.sampling import SamplingCall
+from rooftile.ops.split_kv import SplitCall
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,26 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             ("… sink", attention(page_size, has_sink=True)),
         ]
 
+    def dual_chunks(page_size: int) -> list[tuple[str, Any]]:
+        return [
+            (
+                "bf16 h32/8 d128 chunks of 253952",
+                DualChunkCall(device, bf16, 32, 8, 128, 128, 253952, False, page_size),
+            )
+        ]
+
     return {
         "attention": attentions(0),
         "attention_varlen": attentions(0),
         "paged_attention": attentions(16),
+        "dual_chunk_attention": dual_chunks(0),
+        "dual_chunk_attention_varlen": dual_chunks(0),
+        "paged_dual_chunk_attention": dual_chunks(16),
+        "dual_chunk_rotary": [("bf16 d128", DualChunkRotaryCall(device, bf16, 128, 128, False))],
         "append_kv": [
             ("bf16 h8 d128 page16 rotary", AppendCall(device, bf16, 8, 128, 128, 16, 128, False))
         ],
+        "split_kv": [("any", SplitCall(device))],
         "merge_attention_states": [("bf16 d128", MergeCall(device, bf16, 128))],
         "linear": [
             ("bf16 dense", LinearCall(device, bf16, "dense")),

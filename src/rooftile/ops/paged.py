@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -437,9 +436,7 @@ PAGED_ATTENTION = Operator(
     " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
     module="paged",
     families=("cpu", "torch", "reference"),
-    call=lambda q, k_pages, v_pages, *rest: _call(
-        q, k_pages, v_pages, *rest[5:9], batch_invariant=rest[12]
-    ),
+    call=lambda q, k_pages, v_pages, *rest: _call(*(q, k_pages, v_pages, *rest[5:9], rest[12])),
     fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )
 
