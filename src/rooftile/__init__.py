@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from rooftile.engine.outputs import RequestOutput as RequestOutput
     from rooftile.engine.params import BeamSearchParams as BeamSearchParams
     from rooftile.engine.params import SamplingParams as SamplingParams
+    from rooftile.ops import DualChunkConfig as DualChunkConfig
     from rooftile.ops import append_kv as append_kv
     from rooftile.ops import attention as attention
     from rooftile.ops import attention_varlen as attention_varlen
+    from rooftile.ops import dual_chunk_attention as dual_chunk_attention
+    from rooftile.ops import dual_chunk_attention_varlen as dual_chunk_attention_varlen
+    from rooftile.ops import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
     from rooftile.ops import gelu_and_mul as gelu_and_mul
     from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
     from rooftile.ops import paged_attention as paged_attention
+    from rooftile.ops import paged_dual_chunk_attention as paged_dual_chunk_attention
     from rooftile.ops import rms_norm as rms_norm
     from rooftile.ops import rotary_embedding as rotary_embedding
     from rooftile.ops import rotary_table as rotary_table
@@ -43,6 +48,9 @@ OPERATORS = (
     "append_kv",
     "attention",
     "attention_varlen",
+    "dual_chunk_attention",
+    "dual_chunk_attention_varlen",
+    "dual_chunk_rotary_embedding",
     "gelu_and_mul",
     "grouped_linear",
     "linear",
@@ -50,6 +58,7 @@ OPERATORS = (
     "merge_attention_states",
     "pack",
     "paged_attention",
+    "paged_dual_chunk_attention",
     "rms_norm",
     "rotary_embedding",
     "rotary_table",
@@ -62,6 +71,7 @@ OPERATORS = (
 MODULES = {
     **dict.fromkeys(OPERATORS, "rooftile.ops"),
     "AsyncLLM": "rooftile.engine.async_llm",
+    "DualChunkConfig": "rooftile.ops",
     "KVSpec": "rooftile.types",
     "LLM": "rooftile.engine.llm",
     "PackedWeight": "rooftile.types",

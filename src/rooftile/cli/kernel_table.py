@@ -13,9 +13,9 @@ import torch
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
-from rooftile.ops.gemm import MatmulCall
 from rooftile.ops.dual_chunk import DualChunkCall
 from rooftile.ops.dual_chunk_rotary import DualChunkRotaryCall
+from rooftile.ops.gemm import MatmulCall
 from rooftile.ops.grouped_linear import GroupedLinearCall
 from rooftile.ops.linear import LinearCall
 from rooftile.ops.merge import MergeCall

@@ -2,6 +2,12 @@
 
 from rooftile.ops.activation import gelu_and_mul, silu_and_mul
 from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.dual_chunk import (
+    dual_chunk_attention,
+    dual_chunk_attention_varlen,
+    paged_dual_chunk_attention,
+)
+from rooftile.ops.dual_chunk_rotary import DualChunkConfig, dual_chunk_rotary_embedding
 from rooftile.ops.gemm import matmul
 from rooftile.ops.grouped_linear import grouped_linear
 from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
@@ -30,6 +36,7 @@ from rooftile.ops.sampling import (
 __all__ = [
     "FORMATS",
     "OPERATORS",
+    "DualChunkConfig",
     "DynamicScaling",
     "LinearScaling",
     "Llama3Scaling",
@@ -42,6 +49,9 @@ __all__ = [
     "attention",
     "attention_varlen",
     "best_format",
+    "dual_chunk_attention",
+    "dual_chunk_attention_varlen",
+    "dual_chunk_rotary_embedding",
     "gelu_and_mul",
     "grouped_linear",
     "linear",
@@ -49,6 +59,7 @@ __all__ = [
     "merge_attention_states",
     "pack",
     "paged_attention",
+    "paged_dual_chunk_attention",
     "rms_norm",
     "rotary_embedding",
     "rotary_table",

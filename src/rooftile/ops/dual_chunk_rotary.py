@@ -1,0 +1,194 @@
+"""The positions of dual chunk attention (An et al. 2024, arXiv 2402.17463), and its queries.
+
+Text is cut into chunks of L = chunk_size - local_size tokens. Key j stands at j mod L, and query i
+has three positions, one for each distance in chunks between itself and a key; so no relative
+position is larger than what a model was trained for. Indices are those of the released code, one
+above the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftile.ops.attention import check_integers
+from rooftile.ops.check import check_device, check_float, check_shape, require
+from rooftile.ops.operator import Operator, contents_checked
+
+LENGTH_FACTORS = ("query", "prompt")
+
+
+@dataclass(frozen=True)
+class DualChunkConfig:
+    """Dual chunk attention of a model.
+
+    chunk_size: positions that the model knows: the largest relative position is below it.
+    local_size: how many tokens before a chunk's first one keep their true distance to it.
+    original_max_position: the length that the model was trained for. Scores are multiplied by
+        max(1, 0.1 ln(length / original_max_position) + 1) squared; `None`: they are not.
+    length_factor: the length in it: a "query"'s own position + 1, so that no result depends on what
+        comes after it, or, as in the released engines, a whole "prompt"'s, with which no two
+        requests can share a prefix.
+    """
+
+    chunk_size: int
+    local_size: int
+    original_max_position: int | None = None
+    length_factor: str = "query"
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_size", "local_size", "original_max_position"):
+            value = getattr(self, name)
+            if value is None and name == "original_max_position":
+                continue
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"DualChunkConfig: {name} is {value!r}; it must be a whole number of at least 1"
+                )
+        check_chunks("DualChunkConfig", self.chunk_size, self.local_size)
+        if self.length_factor not in LENGTH_FACTORS:
+            raise ValueError(
+                f"DualChunkConfig: length_factor is {self.length_factor!r}; "
+                f"choose one of {', '.join(map(repr, LENGTH_FACTORS))}"
+            )
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens of a chunk, L."""
+        return self.chunk_size - self.local_size
+
+    @property
+    def num_positions(self) -> int:
+        """Rows that a rotary table needs."""
+        return num_positions(self.chunk_size, self.local_size)
+
+
+def check_chunks(name: str, chunk_size: int, local_size: int) -> None:
+    require(
+        local_size >= 1,
+        lambda: f"{name}: local_size is {local_size}; it must be at least 1",
+    )
+    require(
+        chunk_size > local_size,
+        lambda: (
+            f"{name}: chunk_size is {chunk_size} and local_size is {local_size}; chunks of "
+            f"chunk_size - local_size tokens must have at least one"
+        ),
+    )
+
+
+def num_positions(chunk_size: int, local_size: int) -> int:
+    """One more than the largest position of any query or key."""
+    return min(2 * (chunk_size - local_size), chunk_size + 1)
+
+
+@dataclass(frozen=True)
+class DualChunkRotaryCall:
+    """The static properties that choose a kernel."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+
+
+def dual_chunk_rotary_embedding(
+    q: Tensor,  # [tokens, heads, head_dim]
+    positions: Tensor,  # [tokens] int32 or int64, in the whole text
+    cos_sin: Tensor,  # [min(2 * chunk_len, chunk_size + 1) or more, 2, rotary_dim / 2] float32
+    *,
+    chunk_size: int,
+    local_size: int,
+    original_max_position: int | None = None,
+    lengths: Tensor | None = None,  # [tokens] int32 or int64
+    interleaved: bool = False,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three queries of dual chunk attention: for keys of their own chunk, the one before, and
+    all earlier ones.
+
+    With L = chunk_size - local_size, query i is turned to the positions i mod L,
+    min(i mod L + L, chunk_size) and min(2 L - 1, chunk_size). Keys go with `rotary_embedding` (or
+    `append_kv`) at positions j mod L. With `original_max_position` all dimensions of a query are
+    multiplied by max(1, 0.1 ln(length / original_max_position) + 1)^2, where length is i + 1, or
+    what `lengths` says. Everything is computed in float32 or wider and rounded once to q's dtype.
+
+    Returns:
+        q_intra, q_succ, q_inter, each [tokens, heads, head_dim] in q's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit, a table that is too short;
+            and, where the contents are checked (on a CPU, or with ROOFTILE_CHECK=1), a negative
+            position or a length below 1.
+        NotImplementedError: q requires a gradient.
+    """
+    name = "dual_chunk_rotary_embedding"
+    check_float(name, q=q, cos_sin=cos_sin)
+    check_device(name, q=q, cos_sin=cos_sin)
+    require(
+        q.dim() == 3,
+        lambda: f"{name}: q has shape {list(q.shape)}; expected [tokens, heads, head_dim]",
+    )
+    for tensor_name, tensor in (("positions", positions), ("lengths", lengths)):
+        if tensor is not None:
+            check_integers(name, tensor_name, tensor, q, "q")
+            check_shape(name, tensor_name, tensor, (q.shape[0],), "[tokens]")
+    check_chunks(name, chunk_size, local_size)
+    rows = num_positions(chunk_size, local_size)
+    require(
+        cos_sin.dim() == 3
+        and cos_sin.shape[1] == 2
+        and 0 < 2 * cos_sin.shape[2] <= q.shape[2]
+        and cos_sin.shape[0] >= rows,
+        lambda: (
+            f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [positions, 2, rotary_dim / 2] "
+            f"with at least {rows} positions and 0 < rotary_dim <= {q.shape[2]}"
+        ),
+    )
+    require(
+        original_max_position is None or original_max_position >= 1,
+        lambda: (
+            f"{name}: original_max_position is {original_max_position}; it must be at least 1, or None"
+        ),
+    )
+    refuse_gradient(name, q)
+    if contents_checked(positions) and positions.numel():
+        _check_least(name, "positions", positions, 0)
+        if lengths is not None:
+            _check_least(name, "lengths", lengths, 1)
+    q_intra, q_succ, q_inter = DUAL_CHUNK_ROTARY.handle(
+        *(q, positions, lengths, cos_sin, interleaved, chunk_size, local_size),
+        *(original_max_position or 0, kernel),
+    )
+    return q_intra, q_succ, q_inter
+
+
+def refuse_gradient(name: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(
+            f"{name}: an input requires a gradient, and there is no backward; "
+            f"call under torch.no_grad()"
+        )
+
+
+def _check_least(name: str, tensor_name: str, tensor: Tensor, least: int) -> None:
+    found = int(tensor.min())
+    require(
+        found >= least, lambda: f"{name}: {tensor_name} holds {found}; it must be at least {least}"
+    )
+
+
+DUAL_CHUNK_ROTARY = Operator(
+    "dual_chunk_rotary",
+    "(Tensor q, Tensor positions, Tensor? lengths, Tensor cos_sin, bool interleaved,"
+    " int chunk_size, int local_size, int original_max_position) -> (Tensor, Tensor, Tensor)",
+    module="dual_chunk_rotary",
+    families=("triton", "reference"),
+    call=lambda q, positions, lengths, cos_sin, interleaved, *_: DualChunkRotaryCall(
+        q.device.type, q.dtype, q.shape[-1], 2 * cos_sin.shape[-1], interleaved
+    ),
+    fake=lambda q, *_: tuple(q.new_empty(q.shape) for _ in range(3)),
+)
