@@ -40,7 +40,7 @@ from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
 
 @gluon.jit
-def _hide(problem, s, rows, columns, offset, kv_len):
+def hide(problem, s, rows, columns, offset, kv_len):
     """Scores with what a query does not see at -inf."""
     seen = visible(
         rows,
@@ -56,7 +56,7 @@ def _hide(problem, s, rows, columns, offset, kv_len):
 
 
 @gluon.jit
-def _next_block(
+def next_block(
     problem,
     q,  # shared tile [64, k_dim]
     k_ring,
@@ -95,7 +95,7 @@ def _next_block(
         factor = 1.0  # soft_cap gives log2 units
     # Only the first block, which is not this one, can run over the end of the keys.
     if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
-        s = _hide(problem, s, rows, n * block + columns, offset, kv_len)
+        s = hide(problem, s, rows, n * block + columns, offset, kv_len)
     p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
@@ -173,7 +173,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
             problem.has_right,
         )
         if (last < low) | (last >= high):
-            s = _hide(problem, s, rows, last * block + columns, offset, kv_len)
+            s = hide(problem, s, rows, last * block + columns, offset, kv_len)
         p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
         o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
@@ -183,7 +183,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
 
         for i in range(1, blocks):
             at = fill
-            o, weights, softmax, fill = _next_block(
+            o, weights, softmax, fill = next_block(
                 problem,
                 q,
                 k_ring,
