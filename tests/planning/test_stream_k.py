@@ -32,7 +32,8 @@ def decompositions(draw: st.DrawFn) -> Decomposition:
     if scheme == "data-parallel":
         return data_parallel(product, tiling, num_sms)
     if scheme == "split-k":
-        return split_k(product, tiling, num_sms, draw(st.integers(1, tiling.iterations(product))))
+        split = draw(st.integers(1, tiling.iterations(product)))
+        return split_k(product, tiling, tiling.tiles(product) * split + num_sms, split)
     if scheme == "stream-k":
         return stream_k(product, tiling, num_sms)
     return hybrid(product, tiling, num_sms)
@@ -60,15 +61,13 @@ def test_no_segment_is_empty_and_no_cta_idle(plan: Decomposition) -> None:
 
 @given(decompositions())
 def test_streamed_shares_differ_by_one_step(plan: Decomposition) -> None:
-    shares = [end - begin for begin, end in map(plan.stream_range, range(plan.num_ctas))]
+    shares = [plan.bound(cta + 1) - plan.bound(cta) for cta in range(plan.num_ctas)]
     assert max(shares) - min(shares) <= 1
     assert sum(shares) == plan.stream_tiles * plan.iterations
 
 
 @given(decompositions())
 def test_a_streamed_tile_waits_only_for_what_lower_ctas_publish_first(plan: Decomposition) -> None:
-    if plan.scheme == "split-k":
-        return
     for tile, ctas in plan.parts.items():
         assert list(ctas) == sorted(ctas)
         for cta in ctas[:-1]:
@@ -107,7 +106,7 @@ def test_nine_tiles_on_four_sms() -> None:
     assert data_parallel(product, half, 4).efficiency(4) == 0.90
     streamed = stream_k(product, whole, 4)
     assert streamed.efficiency(4) == 1.0
-    assert [end - begin for begin, end in map(streamed.stream_range, range(4))] == [72] * 4
+    assert [streamed.bound(cta) for cta in range(5)] == [0, 72, 144, 216, 288]
     assert streamed.parts == {2: (0, 1), 4: (1, 2), 6: (2, 3)}
     # From its last tile to its first, the part that others need before anything else.
     assert [(s.tile, s.first, s.last) for s in streamed.segments(1)] == [
@@ -154,7 +153,9 @@ def test_costs_of_a_step() -> None:
 def test_bad_calls_name_the_value() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Product(0, 4, 4)
-    with pytest.raises(ValueError, match="split is 9"):
-        split_k(Product(64, 64, 64), Tiling(64, 64, 8), 4, 9)
+    with pytest.raises(ValueError, match="split is 9; 64x64x64 has 1 tiles of 8 steps along K"):
+        split_k(Product(64, 64, 64), Tiling(64, 64, 8), 16, 9)
+    with pytest.raises(ValueError, match="split is 5; .* needs one of 4 SMs"):
+        split_k(Product(64, 64, 64), Tiling(64, 64, 8), 4, 5)
     with pytest.raises(ValueError, match="num_ctas is 0"):
         stream_k(Product(64, 64, 64), Tiling(64, 64, 8), 0)

@@ -77,8 +77,8 @@ class Segment:
 class Decomposition:
     """Who computes what. Build one with the functions below.
 
-    stream_tiles: tiles, from tile 0 on, whose steps are shared out evenly; the others are whole.
-    split: parts along K of each tile (split-k only).
+    The steps of the first `stream_tiles` tiles form a line, which is cut into pieces: every
+    `group_ctas` CTAs share the steps of `group_tiles` tiles evenly. The other tiles are taken whole.
     """
 
     scheme: Scheme
@@ -86,7 +86,8 @@ class Decomposition:
     tiling: Tiling
     num_ctas: int
     stream_tiles: int = 0
-    split: int = 1
+    group_ctas: int = 1
+    group_tiles: int = 0
 
     @cached_property
     def tiles(self) -> int:
@@ -97,23 +98,17 @@ class Decomposition:
         """Steps along K of one tile."""
         return self.tiling.iterations(self.product)
 
-    def stream_range(self, cta: int) -> tuple[int, int]:
-        """The CTA's piece of the line of stream_tiles x iterations steps: first and last
-        (exclusive). Pieces differ by one step at most.
+    def bound(self, cta: int) -> int:
+        """Where on the line of stream_tiles x iterations steps the CTA's piece begins, and that of
+        the CTA before it ends. Pieces of one group differ by one step at most.
         """
-        each, more = divmod(self.stream_tiles * self.iterations, self.num_ctas)
-        return cta * each + min(cta, more), (cta + 1) * each + min(cta + 1, more)
+        group, within = divmod(cta, self.group_ctas)
+        steps = self.group_tiles * self.iterations
+        return group * steps + within * steps // self.group_ctas
 
     def segments(self, cta: int) -> Iterator[Segment]:
         """The CTA's work in the order in which it does it."""
-        if self.scheme == "split-k":
-            # Unit by unit, a tile's parts side by side: the parts of one tile run at one time.
-            for unit in range(cta, self.tiles * self.split, self.num_ctas):
-                tile, part = divmod(unit, self.split)
-                first = part * self.iterations // self.split
-                yield Segment(tile, first, (part + 1) * self.iterations // self.split)
-            return
-        begin, end = self.stream_range(cta)
+        begin, end = self.bound(cta), self.bound(cta + 1)
         while end > begin:
             tile = (end - 1) // self.iterations
             first = max(begin, tile * self.iterations)
@@ -153,16 +148,18 @@ def data_parallel(product: Product, tiling: Tiling, num_sms: int) -> Decompositi
 
 
 def split_k(product: Product, tiling: Tiling, num_sms: int, split: int) -> Decomposition:
-    """Every tile in `split` parts along K.
+    """Every tile in `split` parts along K, each on an SM of its own.
 
     Raises:
-        ValueError: more parts than steps along K.
+        ValueError: more parts than steps along K, or than SMs.
     """
-    iterations = tiling.iterations(product)
-    if not 1 <= split <= iterations:
-        raise ValueError(f"split is {split}; a tile has {iterations} steps along K")
-    units = tiling.tiles(product) * split
-    return Decomposition("split-k", product, tiling, min(units, num_sms), split=split)
+    tiles, iterations = tiling.tiles(product), tiling.iterations(product)
+    if not 1 <= split <= iterations or tiles * split > num_sms:
+        raise ValueError(
+            f"split is {split}; {product} has {tiles} tiles of {iterations} steps along K, and every "
+            f"part needs one of {num_sms} SMs"
+        )
+    return Decomposition("split-k", product, tiling, tiles * split, tiles, split, 1)
 
 
 def stream_k(product: Product, tiling: Tiling, num_ctas: int) -> Decomposition:
@@ -171,7 +168,7 @@ def stream_k(product: Product, tiling: Tiling, num_ctas: int) -> Decomposition:
     if num_ctas < 1:
         raise ValueError(f"num_ctas is {num_ctas}; it must be at least 1")
     num_ctas = min(num_ctas, tiles * tiling.iterations(product))
-    return Decomposition("stream-k", product, tiling, num_ctas, stream_tiles=tiles)
+    return Decomposition("stream-k", product, tiling, num_ctas, tiles, num_ctas, tiles)
 
 
 def hybrid(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:
@@ -182,6 +179,5 @@ def hybrid(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:
     if tiles < num_sms:
         return stream_k(product, tiling, num_sms)
     partial = tiles % num_sms
-    return Decomposition(
-        "hybrid", product, tiling, num_sms, stream_tiles=partial and num_sms + partial
-    )
+    streamed = num_sms + partial if partial else 0
+    return Decomposition("hybrid", product, tiling, num_sms, streamed, num_sms, streamed)

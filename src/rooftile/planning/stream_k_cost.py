@@ -158,7 +158,7 @@ def candidates(
         if tiles % num_sms == 0:
             continue  # full waves: nothing to gain
         for split in SPLITS:
-            if 1 < split <= iterations and tiles * split <= 2 * num_sms:
+            if 1 < split <= iterations and tiles * split <= num_sms:
                 yield split_k(product, tiling, num_sms, split)
         if tiles < num_sms:
             yield stream_k(product, tiling, num_sms)
