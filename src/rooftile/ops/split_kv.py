@@ -29,7 +29,7 @@ SPLIT_KV = Operator(
     "split_kv",
     "(Tensor cu_seqlens_q, Tensor kv_lens, SymInt[] split) -> Tensor",
     module="split_kv",
-    families=("reference",),
+    families=("triton", "reference"),
     call=lambda cu_seqlens_q, kv_lens, split: SplitCall(kv_lens.device.type),
     fake=_fake,
 )

@@ -1,0 +1,46 @@
+"""The plan that the GPU kernel makes, in Triton's interpreter, against the pure-Python planner.
+
+TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_split_kv.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rooftile.planning.split_kv import Layout, plan
+from rooftile.types import SplitSpec
+from tests.planning.split_batches import Lengths, batches
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.kernels.triton import split_kv as kernel
+
+
+def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
+    """The parts of a buffer that its readers may look at."""
+    layout = Layout(spec)
+    merges = words[layout.merges : layout.merges + 8 * words[0]]
+    ctas = words[layout.ctas : layout.ctas + 2 * spec.num_ctas]
+    items = []
+    for first, count in zip(ctas[::2], ctas[1::2], strict=True):
+        items += words[layout.items + 12 * first : layout.items + 12 * (first + count)]
+    return [words[:8], ctas, merges, items]
+
+
+@settings(max_examples=60)
+@given(batch=batches())
+def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
+    spec, lengths = batch
+    q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
+    idle = [0] * (spec.batch - len(lengths))  # a batch below its capacity ends in empty requests
+    cu = torch.tensor([0, *q_lens, *idle]).cumsum(0).int()
+    got = kernel.split_kv(cu, torch.tensor(kv_lens + idle, dtype=torch.int32), spec.numbers)
+    expected = plan(spec, q_lens, kv_lens).words(spec)
+    assert got.shape == (len(expected),)
+    assert defined(got.tolist(), spec) == defined(expected, spec)
