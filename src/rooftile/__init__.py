@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rooftile.ops import append_kv as append_kv
     from rooftile.ops import attention as attention
     from rooftile.ops import attention_varlen as attention_varlen
+    from rooftile.ops import differential_attention as differential_attention
+    from rooftile.ops import differential_attention_varlen as differential_attention_varlen
     from rooftile.ops import dual_chunk_attention as dual_chunk_attention
     from rooftile.ops import dual_chunk_attention_varlen as dual_chunk_attention_varlen
     from rooftile.ops import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
     from rooftile.ops import paged_attention as paged_attention
+    from rooftile.ops import paged_differential_attention as paged_differential_attention
     from rooftile.ops import paged_dual_chunk_attention as paged_dual_chunk_attention
     from rooftile.ops import rms_norm as rms_norm
     from rooftile.ops import rotary_embedding as rotary_embedding
@@ -48,6 +51,8 @@ OPERATORS = (
     "append_kv",
     "attention",
     "attention_varlen",
+    "differential_attention",
+    "differential_attention_varlen",
     "dual_chunk_attention",
     "dual_chunk_attention_varlen",
     "dual_chunk_rotary_embedding",
@@ -58,6 +63,7 @@ OPERATORS = (
     "merge_attention_states",
     "pack",
     "paged_attention",
+    "paged_differential_attention",
     "paged_dual_chunk_attention",
     "rms_norm",
     "rotary_embedding",

@@ -13,6 +13,7 @@ import torch
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
+from rooftile.ops.differential import DifferentialCall
 from rooftile.ops.dual_chunk import DualChunkCall
 from rooftile.ops.dual_chunk_rotary import DualChunkRotaryCall
 from rooftile.ops.gemm import MatmulCall
@@ -89,6 +90,19 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             ("… sink", attention(page_size, has_sink=True)),
         ]
 
+    def differentials(page_size: int) -> list[tuple[str, Any]]:
+        return [
+            (
+                f"bf16 pairs 16/4 d64 v128{label}",
+                DifferentialCall(
+                    *(device, bf16, 16, 4, 64, 128, -1, 0),
+                    shared_keys=shared,
+                    page_size=page_size,
+                ),
+            )
+            for label, shared in (("", False), (", shared keys", True))
+        ]
+
     def dual_chunks(page_size: int) -> list[tuple[str, Any]]:
         return [
             (
@@ -101,6 +115,9 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
         "attention": attentions(0),
         "attention_varlen": attentions(0),
         "paged_attention": attentions(16),
+        "differential_attention": differentials(0),
+        "differential_attention_varlen": differentials(0),
+        "paged_differential_attention": differentials(16),
         "dual_chunk_attention": dual_chunks(0),
         "dual_chunk_attention_varlen": dual_chunks(0),
         "paged_dual_chunk_attention": dual_chunks(16),

@@ -2,6 +2,11 @@
 
 from rooftile.ops.activation import gelu_and_mul, silu_and_mul
 from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.differential import (
+    differential_attention,
+    differential_attention_varlen,
+    paged_differential_attention,
+)
 from rooftile.ops.dual_chunk import (
     dual_chunk_attention,
     dual_chunk_attention_varlen,
@@ -49,6 +54,8 @@ __all__ = [
     "attention",
     "attention_varlen",
     "best_format",
+    "differential_attention",
+    "differential_attention_varlen",
     "dual_chunk_attention",
     "dual_chunk_attention_varlen",
     "dual_chunk_rotary_embedding",
@@ -59,6 +66,7 @@ __all__ = [
     "merge_attention_states",
     "pack",
     "paged_attention",
+    "paged_differential_attention",
     "paged_dual_chunk_attention",
     "rms_norm",
     "rotary_embedding",

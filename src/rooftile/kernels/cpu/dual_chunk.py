@@ -71,9 +71,24 @@ def paged_dual_chunk_attention(
         columns = first_pages[:, None] + torch.arange(-(-longest // page_size))
         table = page_table[requests[:, None], columns.clamp_(max=page_table.shape[1] - 1)]
         out, lse = paged_attention(
-            *(q, k_pages, v_pages, cu, torch.tensor([len(k) for k in keys], dtype=torch.int32)),
-            *(table, max_q_len, longest, None, -1, 0 if kind == 0 else -1, softcap, scale),
-            *(None, None, False, None, []),
+            q,
+            k_pages,
+            v_pages,
+            cu,
+            torch.tensor([len(k) for k in keys], dtype=torch.int32),
+            table,
+            max_q_len,
+            longest,
+            sink=None,
+            left=-1,
+            right=0 if kind == 0 else -1,
+            softcap=softcap,
+            scale=scale,
+            k_scale=None,
+            v_scale=None,
+            batch_invariant=False,
+            plan=None,
+            split=[],
         )
         outs.append(out)
         lses.append(lse)
