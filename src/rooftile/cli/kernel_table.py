@@ -26,6 +26,7 @@ from rooftile.ops.paged import AppendCall
 from rooftile.ops.rope import RotaryCall
 from rooftile.ops.sampling import SamplingCall
 from rooftile.ops.split_kv import SplitCall
+from rooftile.ops.step import StepCall
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
         ],
         "rotary_embedding": [("bf16 d128", RotaryCall(device, bf16, 128, 128, False))],
         "gated_activation": [("bf16 silu", ActivationCall(device, bf16, "silu"))],
+        "prepare_step": [("any", StepCall(device))],
         **{
             name: [("any", SamplingCall(device))]
             for name in ("sample", "top_logprobs", "token_ranks")

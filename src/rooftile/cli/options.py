@@ -239,12 +239,14 @@ class EngineOptions:
     quantization: Annotated[
         str, _engine(metavar="BITS", help="Of weights, on a CPU: none, int8 or int4.")
     ] = "none"
-    device: Annotated[str, _engine(help="auto or cpu.")] = "auto"
+    device: Annotated[str, _engine(help="auto, cpu or cuda.")] = "auto"
     page_size: Annotated[int, _engine(help="Tokens per KV page, a power of two from 1 to 256.")] = (
         16
     )
     max_num_seqs: Annotated[int, _engine(help="Most sequences in one step.")] = 256
-    max_num_batched_tokens: Annotated[int, _engine(help="Most tokens in one step.")] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None, _engine(help="Most tokens in one step (default: 2048 on a CPU, 8192 on a GPU).")
+    ] = None
     max_model_len: Annotated[
         int | None, _engine(help="Most tokens of prompt and answer (default: the model's).")
     ] = None
@@ -252,8 +254,11 @@ class EngineOptions:
         int | None, _engine(help="KV pages (default: from --kv-memory-share).")
     ] = None
     kv_memory_share: Annotated[
-        float, _engine(help="Share of the free memory that KV pages may take.")
-    ] = 0.3
+        float | None,
+        _engine(
+            help="Share of the free memory that KV pages may take (default: 0.3 on a CPU, 0.9 on a GPU)."
+        ),
+    ] = None
     prefix_cache: Annotated[
         bool,
         _engine("--prefix-cache/--no-prefix-cache", help="Reuse the KV pages of equal prefixes."),

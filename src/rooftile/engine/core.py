@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rooftile.engine.beam import BeamSearch
 from rooftile.engine.config import EngineConfig
+from rooftile.engine.device_runner import DeviceRunner
 from rooftile.engine.outputs import EngineStats, FinishReason, TokenLogprobs
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Request, Sequence
@@ -102,7 +103,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        runner: Runner | DeviceRunner,
         cache: KVCache,
         limits: Limits,
         eos_token_ids: frozenset[int],
@@ -110,6 +111,8 @@ class EngineCore:
         self.limits = limits
         self._runner = runner
         self._cache = cache
+        assert config.max_num_batched_tokens is not None  # build_engine resolves the defaults
+        assert config.pipeline_depth is not None
         self._scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs)
         self._eos_token_ids = eos_token_ids
         self._depth = config.pipeline_depth

@@ -1,4 +1,4 @@
-"""Runs one step on one device: applies the deltas, one mixed forward pass, one call of sampling."""
+"""Runs steps on a CPU: applies the deltas, one mixed forward pass, one call of sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.engine.outputs import TokenLogprobs
-from rooftile.engine.sampler import Sampler, token_logprobs
+from rooftile.engine.sampler import Sampler, logprob_tensors, read_logprobs
 from rooftile.engine.step import ScoreSlot, StepEntry, StepInput, StepOutput
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
@@ -70,10 +70,10 @@ class Runner:
         last = cu_seqlens_q[1:].to(torch.int64) - 1
         entries = torch.tensor([sample.entry for sample in step.samples], device=self._device)
         logits = self._decoder.logits(hidden.index_select(0, last[entries]))
-        tokens, output = self._sampler.sample(logits, step.samples)
+        tokens, finish = self._sampler.sample(logits, step.samples)
         rows = torch.tensor([sample.row for sample in step.samples], device=self._device)
         self._last_token[rows] = tokens
-        return replace(output, prompt_logprobs=prompt_logprobs)
+        return replace(finish(), prompt_logprobs=prompt_logprobs)
 
     def _score(self, hidden: Tensor, cu_seqlens_q: Tensor, slot: ScoreSlot) -> list[TokenLogprobs]:
         """Log-probabilities of an entry's prompt tokens, a bounded number of rows at a time."""
@@ -84,7 +84,8 @@ class Runner:
             at = first + start
             logits = self._decoder.logits(hidden[at : at + len(targets)])
             ids = torch.tensor(targets, device=self._device)
-            results += token_logprobs(logits, ids, [slot.top] * len(targets))
+            tops = [slot.top] * len(targets)
+            results += read_logprobs(targets, tops, *logprob_tensors(logits, ids, tops))
         return results
 
     def _forward(self, entries: list[StepEntry]) -> tuple[Tensor, Tensor]:

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.params import SamplingParams
 from rooftile.engine.step import RowStart, SampleSlot, StepOutput
+from rooftile.engine.transfer import Readback, upload
 from rooftile.ops.sampling import SamplingTensors, sample, top_logprobs
+from rooftile.ops.step import SAMPLE
 
-# Numbers of SamplingParams that each row keeps on the device, and the value that turns them off.
+# Numbers of SamplingParams that each row keeps, and the value that turns them off.
 ROW_NUMBERS = {
-    "temperature": (torch.float32, 0),
-    "top_k": (torch.int64, 0),
-    "top_p": (torch.float32, 1),
-    "min_p": (torch.float32, 0),
-    "repetition_penalty": (torch.float32, 1),
-    "presence_penalty": (torch.float32, 0),
-    "frequency_penalty": (torch.float32, 0),
+    "temperature": (np.float32, 0),
+    "top_k": (np.int64, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "presence_penalty": (np.float32, 0),
+    "frequency_penalty": (np.float32, 0),
 }
+INT32_MAX = 2**31 - 1
 
 
 class Sampler:
+    """Numbers stay on the host and go to the device with the step that needs them; what takes a
+    vocabulary a row stays on the device.
+    """
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._readback = Readback(device)
         self._starts: list[RowStart | None] = [None] * max_rows
         self._numbers = {
-            name: torch.full((max_rows,), off, dtype=dtype, device=device)
-            for name, (dtype, off) in ROW_NUMBERS.items()
+            name: np.full(max_rows, off, dtype) for name, (dtype, off) in ROW_NUMBERS.items()
         }
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._sample_index = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._seeds = np.zeros(max_rows, np.int64)
+        self._sample_index = np.zeros(max_rows, np.int64)
         # Token counts take a vocabulary a row, so only rows whose penalties need them have them.
         self._prompt_mask: dict[int, Tensor] = {}
         self._output_counts: dict[int, Tensor] = {}
@@ -58,42 +67,77 @@ class Sampler:
         if start.params.logits_processor is not None:
             self._output_ids[row] = list(start.output_ids)
         if start.params.counts_tokens:
-            prompt = torch.tensor(start.prompt_ids, dtype=torch.int64, device=self._device)
-            output = torch.tensor(start.output_ids, dtype=torch.int64, device=self._device)
+            prompt = upload(list(start.prompt_ids), self._device, torch.int64)
+            output = upload(list(start.output_ids), self._device, torch.int64)
             mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             self._prompt_mask[row] = mask.index_fill_(0, prompt, True)
-            self._output_counts[row] = torch.bincount(output, minlength=self._vocab_size).int()
+            counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            ones = torch.ones_like(output, dtype=torch.int32)
+            self._output_counts[row] = counts.index_add_(0, output, ones)
+
+    def is_plain(self, slots: Sequence[SampleSlot]) -> bool:
+        """Whether tokens follow from the numbers of `words` alone, and nothing but they is asked."""
+        return all(_is_plain(self._start_of(slot), slot.position) for slot in slots)
+
+    def words(self, slots: Sequence[SampleSlot], tokens: Sequence[int]) -> np.ndarray:
+        """The step's samples as `ops.prepare_step` takes them: [slots, len(SAMPLE)] int32.
+
+        tokens: whose hidden state each slot samples from.
+        """
+        words = np.empty((len(slots), len(SAMPLE)), np.int32)
+        if not slots:
+            return words
+        rows = np.array([slot.row for slot in slots])
+        words[:, 0] = tokens
+        words[:, 1] = rows
+        words[:, 2] = [slot.position for slot in slots]
+        words[:, 3] = self._sample_index[rows]
+        words[:, 5] = np.minimum(self._numbers["top_k"][rows], INT32_MAX)
+        for column, name in ((4, "temperature"), (6, "top_p"), (7, "min_p")):
+            words[:, column] = self._numbers[name][rows].view(np.int32)
+        words[:, 8:] = self._seeds[rows].view(np.int32).reshape(-1, 2)
+        return words
 
     def sample(
         self,
         logits: Tensor,  # [slots, vocab] float32
         slots: Sequence[SampleSlot],
-    ) -> tuple[Tensor, StepOutput]:
-        """The new tokens on the device [slots], for the rows' next step, and on the host."""
+    ) -> tuple[Tensor, Callable[[], StepOutput]]:
+        """The new tokens on the device [slots], for the rows' next step, and what waits for them on
+        the host.
+        """
         starts = [self._start_of(slot) for slot in slots]
         processed, errors = self._process(logits, slots, starts)
         tokens, _ = sample(processed, self._tensors(slots, starts))
         for at in errors:
             tokens[at] = -1
-        for token, slot in zip(tokens, slots, strict=True):
+        for at, slot in enumerate(slots):
             if slot.row in self._output_counts:
                 # -1 marks a failed row, which takes no further step.
-                self._output_counts[slot.row][token.clamp(min=0)] += 1
+                token = tokens[at : at + 1].clamp(min=0)
+                one = torch.ones_like(token, dtype=torch.int32)
+                self._output_counts[slot.row].index_add_(0, token, one)
             if slot.row in self._output_ids:
-                self._output_ids[slot.row].append(int(token))
-        token_ids = tokens.tolist()
-        wanted = {
-            at: start.params.logprobs
-            for at, start in enumerate(starts)
-            if start.params.logprobs is not None and token_ids[at] >= 0
-        }
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if wanted:
-            rows = list(wanted)
-            found = token_logprobs(logits[rows], tokens[rows], list(wanted.values()))
-            for at, entry in zip(rows, found, strict=True):
-                logprobs[at] = entry
-        return tokens, StepOutput(token_ids, logprobs, errors)
+                self._output_ids[slot.row].append(int(tokens[at]))
+        asked = [at for at, start in enumerate(starts) if start.params.logprobs is not None]
+        results = [tokens]
+        tops = [starts[at].params.logprobs or 0 for at in asked]
+        if asked:
+            rows = upload(asked, self._device, torch.int64)
+            results += logprob_tensors(logits[rows], tokens[rows].clamp(min=0), tops)
+        wait = self._readback.start(results)
+
+        def finish() -> StepOutput:
+            values, *found = wait()
+            token_ids = values.tolist()
+            logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+            if asked:
+                chosen = [token_ids[at] for at in asked]
+                for at, entry in zip(asked, read_logprobs(chosen, tops, *found), strict=True):
+                    logprobs[at] = entry if token_ids[at] >= 0 else None
+            return StepOutput(token_ids, logprobs, errors)
+
+        return tokens, finish
 
     def _process(
         self, logits: Tensor, slots: Sequence[SampleSlot], starts: Sequence[RowStart]
@@ -127,16 +171,16 @@ class Sampler:
         return start
 
     def _tensors(self, slots: Sequence[SampleSlot], starts: Sequence[RowStart]) -> SamplingTensors:
-        rows = torch.tensor([slot.row for slot in slots], device=self._device)
+        rows = np.array([slot.row for slot in slots])
         used = {
-            name: self._numbers[name][rows]
+            name: upload(self._numbers[name][rows], self._device)
             for name, (_, off) in ROW_NUMBERS.items()
             if any(getattr(start.params, name) != off for start in starts)
         }
         if "temperature" in used:
-            used["seeds"] = self._seeds[rows]
-            used["sample_index"] = self._sample_index[rows]
-            used["position"] = torch.tensor([s.position for s in slots], device=self._device)
+            used["seeds"] = upload(self._seeds[rows], self._device)
+            used["sample_index"] = upload(self._sample_index[rows], self._device)
+            used["position"] = upload([s.position for s in slots], self._device, torch.int64)
         if self._output_counts and any(start.params.counts_tokens for start in starts):
             used["prompt_mask"] = self._stack(self._prompt_mask, slots, torch.bool)
             used["output_counts"] = self._stack(self._output_counts, slots, torch.int32)
@@ -147,9 +191,9 @@ class Sampler:
         ]
         if bias:
             at, ids, values = zip(*bias, strict=True)
-            used["bias_rows"] = torch.tensor(at, device=self._device)
-            used["bias_ids"] = torch.tensor(ids, device=self._device)
-            used["bias_values"] = torch.tensor(values, dtype=torch.float32, device=self._device)
+            used["bias_rows"] = upload(at, self._device, torch.int64)
+            used["bias_ids"] = upload(ids, self._device, torch.int64)
+            used["bias_values"] = upload(values, self._device, torch.float32)
         banned = [
             (at, token)
             for at, (slot, start) in enumerate(zip(slots, starts, strict=True))
@@ -158,8 +202,8 @@ class Sampler:
         ]
         if banned:
             at, ids = zip(*banned, strict=True)
-            used["banned_rows"] = torch.tensor(at, device=self._device)
-            used["banned_ids"] = torch.tensor(ids, device=self._device)
+            used["banned_rows"] = upload(at, self._device, torch.int64)
+            used["banned_ids"] = upload(ids, self._device, torch.int64)
         return SamplingTensors(**used)
 
     def _stack(
@@ -169,16 +213,34 @@ class Sampler:
         return torch.stack([tables.get(slot.row, nothing) for slot in slots])
 
 
-def token_logprobs(
+def _is_plain(start: RowStart, position: int) -> bool:
+    params: SamplingParams = start.params
+    return not (
+        params.logprobs is not None
+        or params.logits_processor is not None
+        or params.counts_tokens
+        or params.logit_bias
+        or (position < params.min_tokens and start.stop_token_ids)
+    )
+
+
+def logprob_tensors(
     logits: Tensor,  # [rows, vocab] float32
     token_ids: Tensor,  # [rows]
     tops: Sequence[int],  # of each row, how many of the likeliest tokens to report
-) -> list[TokenLogprobs]:
+) -> list[Tensor]:
+    """Log-probabilities of the tokens [rows], and of the likeliest [rows, most], with their ids."""
     chosen = logits.gather(1, token_ids[:, None]).squeeze(1) - logits.logsumexp(-1)
-    top, ids = (t.tolist() for t in top_logprobs(logits, max(tops, default=0)))
+    return [chosen, *top_logprobs(logits, max(tops, default=0))]
+
+
+def read_logprobs(
+    token_ids: Sequence[int], tops: Sequence[int], chosen: Tensor, top: Tensor, ids: Tensor
+) -> list[TokenLogprobs]:
+    """The same tensors, on the host by now, row by row."""
     return [
         TokenLogprobs(token, logprob, tuple(zip(row_ids[:count], row_top[:count], strict=True)))
         for token, logprob, row_ids, row_top, count in zip(
-            token_ids.tolist(), chosen.tolist(), ids, top, tops, strict=True
+            token_ids, chosen.tolist(), ids.tolist(), top.tolist(), tops, strict=True
         )
     ]

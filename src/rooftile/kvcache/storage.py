@@ -68,10 +68,10 @@ class KVStorage:
             limit = max(1, COPY_BUFFER_BYTES * buffer.shape[1] // buffer.nbytes)
             mine = [copy for copy in copies if copy.group == group]
             for run in _independent_runs(mine, limit):
-                sources, targets = torch.tensor(
-                    [[copy.source for copy in run], [copy.target for copy in run]],
-                    device=buffer.device,
-                )
+                pages = torch.tensor([[copy.source for copy in run], [copy.target for copy in run]])
+                if buffer.is_cuda:  # so that the host does not wait for the device
+                    pages = pages.pin_memory().to(buffer.device, non_blocking=True)
+                sources, targets = pages
                 buffer.index_copy_(1, targets, buffer.index_select(1, sources))
 
 

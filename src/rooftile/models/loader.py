@@ -68,6 +68,7 @@ def load_model(
     parallel: ParallelGroup | None = None,
     quantization: str = "none",
     on_progress: Callable[[str, float], None] | None = None,
+    check: Callable[[str, int], None] | None = None,
 ) -> LoadedModel:
     """Find, read, shard and pack a model.
 
@@ -81,6 +82,7 @@ def load_model(
         get 8 bits. A GGUF's own blocks are taken over where they fit.
     parallel: this process's place in a tensor-parallel group; it reads only its share.
     on_progress: told the phase's name and the share of the whole that is done, 0 to 1.
+    check: told the model and its bytes before they are read; raises where the device cannot hold them.
 
     Raises:
         ValueError: a model that cannot be found, is not supported, is damaged or does not fit
@@ -99,6 +101,9 @@ def load_model(
         raise ValueError(f"dtype is {dtype}; choose one of {', '.join(map(str, FLOAT_DTYPES))}")
     if torch.device(device).type == "cpu":
         _check_size(config, dtype, quantization, parallel or ParallelGroup(), str(files.path))
+    if check is not None:
+        size = parallel.size if parallel is not None else 1
+        check(files.name, num_parameters(config) * dtype.itemsize // size)
     if random_weights:
         source: WeightSource = RandomWeights(config, seed)
     else:

@@ -66,6 +66,10 @@ class Operator:
         """The family that runs `call`; an explicit request never falls back, it raises."""
         return _choose(self.name, call, requested)
 
+    def chosen(self, *arguments: Any) -> str:
+        """The family that `handle(*arguments, "auto")` would run."""
+        return _choose(self.name, self._call(*arguments), "auto")
+
     def refusal(self, call: Hashable, family: str) -> str | None:
         """Why `family` cannot run `call`, or `None`."""
         device = getattr(call, "device", None)

@@ -1,0 +1,282 @@
+"""Runs steps on a GPU: one copy of packed deltas, graphs of padded steps, results without waiting.
+
+Everything also runs on a CPU, as it is and without graphs, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftile.engine.graphs import Graphs, decode_sizes, fitting, mixed_sizes
+from rooftile.engine.outputs import TokenLogprobs
+from rooftile.engine.runner import SCORED_ROWS
+from rooftile.engine.sampler import Sampler, logprob_tensors, read_logprobs
+from rooftile.engine.staging import Staging, starts_of
+from rooftile.engine.step import ScoreSlot, StepInput, StepOutput
+from rooftile.engine.transfer import Readback, upload
+from rooftile.kvcache.spec import KVGroup
+from rooftile.kvcache.storage import KVStorage
+from rooftile.layers.attention import LayerKV
+from rooftile.layers.mlp import GatedMlp
+from rooftile.models.decoder import Decoder
+from rooftile.ops.operator import GPU_FAMILIES
+from rooftile.ops.paged import PAGED_ATTENTION
+from rooftile.ops.sampling import SAMPLE
+from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
+from rooftile.ops.step import StepState, StepTensors, prepare_step
+from rooftile.types import PagedBatch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Capacities of one forward pass. A step of decodes alone has one token a request."""
+
+    tokens: int
+    requests: int
+
+    @property
+    def max_q_len(self) -> int:
+        return 1 if self.tokens == self.requests else self.tokens
+
+
+class DeviceRunner:
+    """Owns what a sequence keeps on the device between steps, by stable row: its last token, its
+    page-table row in each KV group, and its sampling state.
+
+    A step is padded to the next capacity: requests without query tokens, tokens without a slot,
+    samples for a spare row. Steps run in order on the current stream; `launch` never waits for the
+    device, except for a logits processor.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        groups: Sequence[KVGroup],
+        *,
+        page_size: int,
+        max_rows: int,
+        max_pages_per_row: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._page_size = page_size
+        self._device = device
+        self._max_kv_len = max_pages_per_row * page_size
+        self._decode_sizes = decode_sizes(max_rows)
+        self._mixed_sizes = mixed_sizes(max_tokens)
+        tables = torch.zeros(
+            len(groups), max_rows, max_pages_per_row, dtype=torch.int32, device=device
+        )
+        self._state = StepState(tables, torch.zeros(max_rows + 1, dtype=torch.int64, device=device))
+        tokens = max(max_tokens, max_rows)
+        self._tensors = StepTensors.empty(tokens, max_rows, max_rows, tables, device)
+        self._staging = Staging(
+            max_tokens=tokens,
+            max_rows=max_rows,
+            max_pages=max_pages_per_row,
+            groups=len(groups),
+            device=device,
+        )
+        self._sampler = Sampler(max_rows, decoder.config.vocab_size, device)
+        self._readback = Readback(device)
+        self._graphs = Graphs(device)
+        self._storage: KVStorage | None = None
+        self._sampled = torch.zeros(
+            max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
+        )
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    # ------------------------------------------------------------------ before the first step
+
+    @property
+    def capacities(self) -> str:
+        """What is captured, for people."""
+        return (
+            f"up to {self._decode_sizes[-1]} requests and {self._mixed_sizes[-1]} tokens in "
+            f"{len(self._all_shapes())} sizes"
+        )
+
+    def cannot_capture(self) -> str | None:
+        """Why steps of this model cannot be captured, or `None`."""
+        assert self._storage is not None
+        step = self._tensors
+        for number, layer in enumerate(self._decoder.layers):
+            if not isinstance(layer.mlp, GatedMlp):
+                return "a mixture of experts sorts its tokens with the host's help"
+            attention, pages = layer.attention, self._storage.layer(number)
+            q = self._sampled.new_empty(0, attention.num_heads, attention.head_dim)
+            family = PAGED_ATTENTION.chosen(
+                *(q, *pages, step.cu_seqlens_q, step.kv_lens, step.page_tables[0], 1, 1, None),
+                *(attention.left_window, 0, attention.softcap, attention.softmax_scale),
+            )
+            if family not in GPU_FAMILIES:
+                return f"paged_attention runs on its kernel {family!r}, which reads lengths on the host"
+        return None
+
+    def attach(self, storage: KVStorage) -> None:
+        """The pages to work on, from here on. Graphs that were captured on others are void."""
+        self._storage = storage
+        self._graphs = Graphs(self._device)
+
+    def warm_up(self) -> None:
+        """Run the largest step and the largest draw, of padding alone: kernels are compiled and
+        libraries load what they need.
+        """
+        with torch.inference_mode():
+            self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
+            most = self._decode_sizes[-1]
+            for shape in (Shape(self._mixed_sizes[-1], most), Shape(most, most)):
+                self._forward(shape)
+            self._draw(most)
+
+    def capture(self, report: Callable[[float], None] = lambda share: None) -> None:
+        """Capture a graph for every capacity. report: told the share that is done."""
+        parts: list[tuple[Hashable, Callable[[], object]]] = [
+            (shape, partial(self._forward, shape)) for shape in self._all_shapes()
+        ]
+        parts += [(n, partial(self._draw, n)) for n in reversed(self._decode_sizes)]
+        with torch.inference_mode():
+            self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
+            for done, _ in enumerate(self._graphs.capture(parts), 1):
+                report(done / len(parts))
+
+    def _all_shapes(self) -> list[Shape]:
+        """The largest first."""
+        rows = self._decode_sizes[-1]
+        shapes = {Shape(n, rows) for n in self._mixed_sizes} | {
+            Shape(n, n) for n in self._decode_sizes
+        }
+        return sorted(shapes, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
+
+    # ------------------------------------------------------------------ a step
+
+    def launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        """Start a step; the returned function waits for its tokens."""
+        with torch.inference_mode():
+            return self._launch(step)
+
+    def _launch(self, step: StepInput) -> Callable[[], StepOutput]:
+        assert self._storage is not None
+        for row in step.freed:
+            self._sampler.drop(row)
+        for start in step.starts:
+            self._sampler.start(start)
+        self._storage.copy_pages(step.copies)
+        lengths = [len(entry.token_ids) for entry in step.entries]
+        starts = starts_of(lengths)
+        shape = self._shape(lengths)
+        last = [starts[s.entry] + lengths[s.entry] - 1 for s in step.samples]
+        samples = self._sampler.words(step.samples, last)
+        *earlier, updates = self._staging.parts(step.page_updates)
+        for part in earlier:
+            self._staging.send([], part, samples[:0])
+            self._prepare(Shape(1, 1))
+        self._staging.send(step.entries, updates, samples)
+        scores = []
+        if step.scores:  # needs the hidden states of more tokens than graphs leave
+            hidden = self._forward(shape)
+            scores = [self._score(hidden, starts[s.entry] + s.start, s) for s in step.scores]
+        else:
+            self._graphs.run(shape, partial(self._forward, shape))
+        count = len(step.samples)
+        if not count:
+            finish = _no_samples
+        elif self._sampler.is_plain(step.samples):
+            size = fitting(self._decode_sizes, count)
+            self._readback.guard()
+            self._graphs.run(size, partial(self._draw, size))
+            finish = self._read_tokens(count)
+        else:
+            logits = self._decoder.logits(self._sampled[:count])
+            tokens, finish = self._sampler.sample(logits, step.samples)
+            rows = self._tensors.sample_rows[:count]
+            self._state.last_token.index_copy_(0, rows, tokens.clamp(min=0))
+        if not scores:
+            return finish
+        return lambda: replace(finish(), prompt_logprobs=[score() for score in scores])
+
+    def _shape(self, lengths: Sequence[int]) -> Shape:
+        if max(lengths) == 1:
+            size = fitting(self._decode_sizes, len(lengths))
+            return Shape(size, size)
+        size = fitting(self._mixed_sizes, sum(lengths))
+        return Shape(size, self._decode_sizes[-1])
+
+    def _prepare(self, shape: Shape) -> StepTensors:
+        samples = self._tensors.sample_rows.shape[0]
+        tensors = self._tensors.cut(shape.tokens, shape.requests, samples)
+        prepare_step(self._staging.device_words, self._state, tensors, self._page_size)
+        return tensors
+
+    def _forward(self, shape: Shape) -> Tensor:
+        """From the packed step to the hidden states, and those that are sampled from."""
+        assert self._storage is not None
+        step = self._prepare(shape)
+        kv: dict[int, LayerKV] = {}
+        for number, group in enumerate(self._storage.groups):
+            batch = PagedBatch(
+                step.cu_seqlens_q,
+                step.kv_lens,
+                step.page_tables[number],
+                max_q_len=shape.max_q_len,
+                max_kv_len=self._max_kv_len,
+            )
+            for layer in group.layers:
+                kv[layer] = LayerKV(*self._storage.layer(layer), step.slots[number], batch)
+        layers = [kv[layer] for layer in range(len(kv))]
+        hidden = self._decoder.forward(step.token_ids, step.positions, layers)
+        torch.index_select(hidden, 0, step.sample_tokens, out=self._sampled)
+        return hidden
+
+    def _draw(self, size: int) -> None:
+        """From hidden states to tokens, which the rows' next step then finds."""
+        step = self._tensors.cut(1, 1, size)
+        logits = self._decoder.logits(self._sampled[:size])
+        tokens, _ = SAMPLE.handle(
+            *(logits, step.temperature, step.top_k, step.top_p, step.min_p),
+            *([None] * 10),
+            *(step.seeds, step.sample_index, step.positions_drawn, "auto"),
+        )
+        self._tokens[:size] = tokens
+        # -1 marks a row that failed; a step may be under way that still computes for it.
+        self._state.last_token.index_copy_(0, step.sample_rows, tokens.clamp(min=0))
+
+    def _read_tokens(self, count: int) -> Callable[[], StepOutput]:
+        wait = self._readback.start([self._tokens[:count]])
+
+        def finish() -> StepOutput:
+            (tokens,) = wait()
+            return StepOutput(tokens.tolist(), [None] * count)
+
+        return finish
+
+    def _score(
+        self, hidden: Tensor, first: int, slot: ScoreSlot
+    ) -> Callable[[], list[TokenLogprobs]]:
+        """Log-probabilities of an entry's prompt tokens, a bounded number of rows at a time."""
+        waits = []
+        for start in range(0, len(slot.targets), SCORED_ROWS):
+            targets = slot.targets[start : start + SCORED_ROWS]
+            logits = self._decoder.logits(hidden[first + start : first + start + len(targets)])
+            ids = upload(targets, self._device, torch.int64)
+            tops = [slot.top] * len(targets)
+            wait = self._readback.start(logprob_tensors(logits, ids, tops))
+            waits.append((targets, tops, wait))
+
+        def finish() -> list[TokenLogprobs]:
+            return [
+                e for targets, tops, wait in waits for e in read_logprobs(targets, tops, *wait())
+            ]
+
+        return finish
+
+
+def _no_samples() -> StepOutput:
+    return StepOutput([], [])
