@@ -11,6 +11,7 @@ from rooftile.cli.chat import chat
 from rooftile.cli.demo import demo
 from rooftile.cli.doctor import doctor
 from rooftile.cli.errors import FriendlyGroup
+from rooftile.cli.explain import explain
 from rooftile.cli.generate import generate
 from rooftile.cli.serve import serve
 from rooftile.cli.streams import prepare_streams
@@ -45,4 +46,5 @@ app.command()(chat)
 app.command()(serve)
 app.command()(demo)
 app.command()(doctor)
+app.command()(explain)
 app.add_typer(bench_app, name="bench")

@@ -33,6 +33,10 @@ class Machine:
 H100 = Machine("H100 SXM", 132, 1.83e9, 4096, 16, 3.35e12)
 H200 = Machine("H200 SXM", 132, 1.83e9, 4096, 16, 4.8e12)
 B200 = Machine("B200 SXM", 148, 1.85e9, 8192, 16, 8.0e12)
+# Ascend 910B2: 24 cube cores of 16 x 16 x 16 multiply-adds a clock at 1.8 GHz, each with two vector
+# cores of 64 lanes, of which an exponential is taken to be one operation (none is published); 1.6
+# TB/s of HBM2e. The first three from CANN's platform file Ascend910B2C.ini.
+ASCEND_910B = Machine("Ascend 910B2", 24, 1.8e9, 8192, 128, 1.6e12)
 # Two cores of a Zen 4 EPYC. One 512-bit vdpbf16ps a clock (AMD's optimisation guide, 57647) is 16
 # lanes of 2 multiply-adds; a polynomial exponential is about 10 instructions of 16 lanes; 3.7 GHz
 # is the boost clock, 62 GB/s the best read over huge pages that was measured.

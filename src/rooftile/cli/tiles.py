@@ -1,0 +1,99 @@
+"""Which tile our kernels would take on a machine, and why: read from the kernels' own tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooftile.planning.attention_case import AttentionCase
+from rooftile.planning.pipeline import Tile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """dims: of k and v as they are multiplied; streams: parts of the tile that alternate."""
+
+    kernel: str
+    tile: Tile
+    k_dim: int
+    v_dim: int
+    streams: int
+    reason: str
+
+
+def choice(case: AttentionCase, machine: str) -> Choice:
+    """Raises ValueError for head dims that no kernel of the machine takes."""
+    if machine in ("h100", "h200"):
+        return _hopper(case)
+    if machine == "b200":
+        return _portable(case)
+    if machine == "cpu":
+        return _fused_cpu(case)
+    hopper = _hopper(case)
+    reason = "there is no kernel of ours for it; this is the tile of a Hopper GPU, to compare"
+    return Choice("none", hopper.tile, hopper.k_dim, hopper.v_dim, 2, reason)
+
+
+def _hopper(case: AttentionCase) -> Choice:
+    table = _hopper_table()
+    largest = max(table.CONFIGS)
+    if max(case.k_dim, case.v_dim) > largest:
+        raise ValueError(
+            f"head dims {case.k_dim} and {case.v_dim} are beyond {largest}, the largest of the "
+            f"Hopper kernel; choose smaller ones"
+        )
+    q_len = max(case.q_lens)
+    config = table.config_of(case.k_dim, case.v_dim, q_len, 0 if case.causal else -1)
+    usual = table.CONFIGS[config.dim]
+    if config == usual:
+        reason = f"the table's entry for head dims up to {config.dim}"
+    else:
+        reason = (
+            f"at {q_len} queries {config.tile_rows} rows instead of the {usual.tile_rows} of longer "
+            f"ones: less is wasted on rows past the end and on the diagonal"
+        )
+    reason += f"; {config.groups} warpgroups of 64 rows, {config.consumer_registers} registers each"
+    tile = Tile(config.tile_rows, config.block, config.stages)
+    return Choice("gluon", tile, config.dim, config.dim, config.groups, reason)
+
+
+def _hopper_table() -> Any:
+    """The module of the Hopper kernel's configurations, which itself needs no Triton."""
+    name = "rooftile.kernels.gluon.attention.config"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:  # its package needs Triton
+        package = importlib.util.find_spec("rooftile.kernels.gluon")
+        assert package is not None
+        assert package.origin is not None
+        path = Path(package.origin).parent / "attention" / "config.py"
+        spec = importlib.util.spec_from_file_location("rooftile_hopper_attention_config", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+
+def _portable(case: AttentionCase) -> Choice:
+    from rooftile.kernels.triton.attention_tiles import config_of
+
+    k_dim, v_dim = (max(16, 1 << (dim - 1).bit_length()) for dim in (case.k_dim, case.v_dim))
+    config = config_of(max(k_dim, v_dim), 2)
+    reason = (
+        "the Hopper kernel needs compute capability 9.0, so the portable one runs; its table has "
+        f"this for head dim {max(k_dim, v_dim)}, measured on an H200"
+    )
+    tile = Tile(config.tile_rows, config.block, config.num_stages)
+    return Choice("triton", tile, k_dim, v_dim, 1, reason)
+
+
+def _fused_cpu(case: AttentionCase) -> Choice:
+    q_len = max(case.q_lens)
+    rows = 256 if q_len >= 768 else 64 if q_len >= 192 else 32
+    reason = f"PyTorch's fused CPU kernel takes {rows} rows at {q_len} queries, and 512 keys"
+    return Choice("torch", Tile(rows, 512, 1), case.k_dim, case.v_dim, 1, reason)

@@ -1,0 +1,89 @@
+"""`rooftile explain`: what it says for each machine, and where the choice of tile comes from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rooftile.cli import tiles
+from rooftile.cli.main import app
+from rooftile.planning.attention_case import attention_case
+
+CASE = "b1 s16384 h16/16 d128 causal"
+
+
+def explain(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("h200", ["kernel gluon: 128 rows by 128 keys", "Binds: matrix", "989 of 989 TFLOP/s"]),
+        ("h100", ["H100", "Binds: matrix"]),
+        ("b200", ["kernel triton", "Bound by moving data (L2 read)", "256 rows"]),
+        ("ascend-910b", ["kernel none", "scores out", "Bound by moving data (L2 write)", "512 keys"]),
+        ("cpu", ["kernel torch: 256 rows by 512 keys", "one stream"]),
+    ],
+)  # fmt: skip
+def test_each_machine(machine: str, said: list[str]) -> None:
+    output = explain("attention", CASE, "--machine", machine)
+    for text in said:
+        assert text in output
+
+
+def test_the_choice_is_the_kernels_own_table() -> None:
+    table = tiles._hopper_table()
+    for text in ("b32 s256 h16/16 d64 full", "b1 s16384 h32/32 d64 full", CASE):
+        case = attention_case(text)
+        config = table.config_of(case.k_dim, case.v_dim, case.q_lens[0], 0 if case.causal else -1)
+        chosen = tiles.choice(case, "h200")
+        assert (chosen.tile.rows, chosen.tile.block) == (config.tile_rows, config.block)
+        assert ("instead of" in chosen.reason) == (config != table.CONFIGS[config.dim])
+
+
+def test_the_table_is_read_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("rooftile.kernels.gluon")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert tiles.choice(attention_case(CASE), "h200").tile.block == 128
+
+
+def test_another_tile_and_a_drawing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "timetable.svg"
+    output = explain(
+        "attention",
+        CASE,
+        "-m",
+        "ascend-910b",
+        "--rows",
+        "64",
+        "--block",
+        "512",
+        "--plot",
+        str(file),
+    )
+    assert "as asked: 64 rows by 512 keys" in output
+    assert "<svg" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemm", CASE], "nothing to explain about 'gemm'"),
+        (["attention", "b1 s1"], "no 'h' word"),
+        (["attention", CASE, "-m", "abacus"], "no machine 'abacus'"),
+        (["attention", CASE, "--rows", "17"], "rows is 17"),
+        (["attention", "b1 s64 h1 d512", "-m", "h200"], "beyond 256"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert message in result.output
