@@ -164,6 +164,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "diffllama": ("diffllama", {"head_dim": 8}),
+    "diffllama own head_dim, biases, four kv heads": (
+        "diffllama",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "diffllama all heads": ("diffllama", {"head_dim": 6, "num_key_value_heads": 4}),
     "qwen3 windows in the upper layers": (
         "qwen3",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import ProjectionNorm, RMSNorm
 from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION
 from rooftile.ops.rope import ROTARY_EMBEDDING
-from rooftile.types import PagedBatch
+from rooftile.types import KVSpec, PagedBatch
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's pages, and where this step's tokens go in them."""
+    """One layer's pages, and where this step's tokens go in them.
+
+    lengths: of the text that each token's query is scaled for, where the model asks for whole
+        prompts' (`Decoder.needs_lengths`); `None`: up to and with the token.
+    """
 
     k_pages: Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
     v_pages: Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
     slots: Tensor  # [tokens] int64: page * page_size + offset; -1 writes nothing
     batch: PagedBatch
+    lengths: Tensor | None = None  # [tokens] int64
 
 
 class AttentionLayer:
@@ -58,6 +64,10 @@ class AttentionLayer:
         self.q_norm = q_norm
         self.k_norm = k_norm
 
+    def kv_spec(self, dtype: torch.dtype, window: int | None) -> KVSpec:
+        """What it keeps per token."""
+        return KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, dtype, window)
+
     def __call__(
         self,
         x: Tensor,  # [tokens, hidden]
@@ -71,6 +81,18 @@ class AttentionLayer:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
+        return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
+
+    def attend(
+        self,
+        q: Tensor,  # [tokens, num_heads, head_dim], not rotated
+        k: Tensor,  # [tokens, num_kv_heads, head_dim], not rotated
+        v: Tensor,  # [tokens, num_kv_heads, head_dim]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+        x: Tensor,  # [tokens, hidden], what q, k and v were made of
+    ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
+        """Writes k and v into their slots, and attends."""
         if self.cos_sin is not None:
             q = ROTARY_EMBEDDING.handle(q, positions, self.cos_sin, False, False, "auto")
         key_positions = None if self.cos_sin is None else positions
@@ -84,4 +106,4 @@ class AttentionLayer:
             *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, self.softcap),
             *(self.softmax_scale, None, None, False, None, [], "auto"),
         )
-        return self.out(out.flatten(1))
+        return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,23 @@ from torch.nn.functional import pad
 
 from rooftile.distributed.group import ParallelGroup
 from rooftile.layers.attention import AttentionLayer
+from rooftile.layers.differential import DifferentialAttentionLayer, learned_lambda
+from rooftile.layers.dual_chunk import DualChunkAttentionLayer
 from rooftile.layers.embedding import Embedding, Head, PackedEmbedding
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.mlp import GatedMlp
 from rooftile.layers.moe import MixtureOfExperts
 from rooftile.layers.norm import NoNorm, ProjectionNorm, RMSNorm
-from rooftile.models.config import AttentionSpec, DecoderConfig, MlpSpec, MoeSpec
+from rooftile.models.config import (
+    AttentionSpec,
+    DecoderConfig,
+    DifferentialSpec,
+    MlpSpec,
+    MoeSpec,
+)
 from rooftile.models.decoder import Decoder, DecoderLayer
 from rooftile.models.packing import Formats, choose_formats, read_packed
-from rooftile.models.weights import WHOLE, WeightSource, weight_shapes
+from rooftile.models.weights import LAMBDAS, WHOLE, WeightSource, weight_shapes
 from rooftile.ops.linear import pack
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from rooftile.types import PackedWeight
@@ -46,10 +55,9 @@ class _Builder:
         self.formats = formats
         self.shapes = weight_shapes(config)
         # Layers of one kind share their table.
-        self.tables: dict[RotaryConfig, Tensor] = {
-            rotary: rotary_table(rotary, config.max_position).to(device)
-            for rotary in {layer.attention.rotary for layer in config.layers}
-            if rotary is not None
+        self.tables: dict[tuple[RotaryConfig, int], Tensor] = {
+            (rotary, length): rotary_table(rotary, length).to(device)
+            for rotary, length in rotary_tables(config)
         }
 
     def empty(self, *shape: int) -> Tensor:
@@ -93,30 +101,11 @@ class _Builder:
     def layer(self, index: int) -> DecoderLayer:
         spec, prefix = self.config.layers[index], f"layers.{index}."
         attention = spec.attention
-        heads, kv_heads = head_shares(attention, self.group)
-        dim = attention.head_dim
-        q_rows = slice(heads.start * dim, heads.stop * dim)
-        kv_rows = slice(kv_heads.start * dim, kv_heads.stop * dim)
         before = self.norm if spec.pre_norm else lambda name: NoNorm()
         after = self.norm if spec.post_norm else lambda name: None
         return DecoderLayer(
             attention_norm=before(f"{prefix}attention_norm"),
-            attention=AttentionLayer(
-                self.rows(
-                    [(f"{prefix}q", q_rows), (f"{prefix}k", kv_rows), (f"{prefix}v", kv_rows)],
-                    attention.qkv_bias,
-                ),
-                self.columns(f"{prefix}o", q_rows, attention.out_bias),
-                num_heads=heads.stop - heads.start,
-                num_kv_heads=kv_heads.stop - kv_heads.start,
-                head_dim=dim,
-                cos_sin=None if attention.rotary is None else self.tables[attention.rotary],
-                window=attention.window,
-                softmax_scale=attention.softmax_scale,
-                softcap=attention.softcap,
-                q_norm=self.qk_norm(f"{prefix}q_norm", attention),
-                k_norm=self.qk_norm(f"{prefix}k_norm", attention),
-            ),
+            attention=self.attention(prefix, attention),
             attention_post_norm=after(f"{prefix}attention_post_norm"),
             mlp_norm=before(f"{prefix}mlp_norm"),
             mlp=self.experts(prefix, spec.mlp)
@@ -124,6 +113,52 @@ class _Builder:
             else self.mlp(prefix, spec.mlp),
             mlp_post_norm=after(f"{prefix}mlp_post_norm"),
         )
+
+    def attention(self, prefix: str, spec: AttentionSpec) -> AttentionLayer:
+        heads, kv_heads = head_shares(spec, self.group)
+        q_rows, kv_rows, out_columns = head_rows(spec, heads, kv_heads)
+        parts = [(f"{prefix}q", rows) for rows in q_rows]
+        parts += [(f"{prefix}{name}", rows) for name in "kv" for rows in kv_rows]
+        options: dict[str, Any] = {
+            "qkv": self.rows(parts, spec.qkv_bias),
+            "out": self.columns(f"{prefix}o", out_columns, spec.out_bias),
+            "num_heads": heads.stop - heads.start,
+            "num_kv_heads": kv_heads.stop - kv_heads.start,
+            "head_dim": spec.head_dim,
+            "cos_sin": None
+            if spec.rotary is None
+            else self.tables[spec.rotary, table_length(spec, self.config)],
+            "window": spec.window,
+            "softmax_scale": spec.softmax_scale,
+            "softcap": spec.softcap,
+            "q_norm": self.qk_norm(f"{prefix}q_norm", spec),
+            "k_norm": self.qk_norm(f"{prefix}k_norm", spec),
+        }
+        if spec.dual_chunk is not None:
+            return DualChunkAttentionLayer(dual_chunk=spec.dual_chunk, **options)
+        if spec.differential is not None:
+            own = self.differential(prefix, spec, spec.differential, heads)
+            return DifferentialAttentionLayer(**own, **options)
+        return AttentionLayer(**options)
+
+    def differential(
+        self, prefix: str, spec: AttentionSpec, differential: DifferentialSpec, heads: slice
+    ) -> dict[str, Any]:
+        """lam and head_norm of a `DifferentialAttentionLayer` with these heads."""
+        pairs = slice(heads.start // 2, heads.stop // 2)
+        initial = differential.lambda_init
+        if initial is None:
+            return {"lam": self.rows([(f"{prefix}lambda", pairs)], False), "head_norm": None}
+        vectors = [torch.empty(spec.head_dim, device=self.device) for _ in LAMBDAS]
+        for name, vector in zip(LAMBDAS, vectors, strict=True):
+            self.source.read(f"{prefix}{name}", vector)
+        weight = torch.ones(2 * spec.head_dim, device=self.device)
+        if differential.norm_weight:
+            self.source.read(f"{prefix}head_norm", weight)
+        norm = RMSNorm((weight * (1 - initial)).to(self.dtype), self.config.norm_eps)
+        q1, k1, q2, k2 = vectors
+        lam = learned_lambda(q1, k1, q2, k2, initial)
+        return {"lam": lam.repeat(pairs.stop - pairs.start), "head_norm": norm}
 
     def qk_norm(self, name: str, spec: AttentionSpec) -> RMSNorm | ProjectionNorm | None:
         if spec.qk_norm is None:
@@ -213,11 +248,59 @@ def head_shares(spec: AttentionSpec, group: ParallelGroup) -> tuple[slice, slice
             f"this model's q and k norms run over all {spec.num_heads} heads together, and each of "
             f"{group.size} processes would hold only some of them; use one process"
         )
-    heads = group.share("query heads", spec.num_heads)
-    if group.size % spec.num_kv_heads == 0:
-        one = group.rank // (group.size // spec.num_kv_heads)
-        return heads, slice(one, one + 1)
-    return heads, group.share("kv heads", spec.num_kv_heads)
+    differential = spec.differential
+    q_each = 1 if differential is None else 2  # heads that stay together
+    kv_each = 1 if differential is None or differential.lambda_init is None else 2
+    kind = "heads" if differential is None else "pairs of heads"
+    heads = _times(q_each, group.share(f"query {kind}", spec.num_heads // q_each))
+    kv_units = spec.num_kv_heads // kv_each
+    if group.size % kv_units == 0:
+        one = group.rank // (group.size // kv_units)
+        return heads, _times(kv_each, slice(one, one + 1))
+    return heads, _times(
+        kv_each, group.share("kv heads" if kv_each == 1 else "kv pairs of heads", kv_units)
+    )
+
+
+def _times(number: int, share: slice) -> slice:
+    return slice(number * share.start, number * share.stop)
+
+
+def head_rows(
+    spec: AttentionSpec, heads: slice, kv_heads: slice
+) -> tuple[list[slice], list[slice], slice]:
+    """Rows of q, and of k and v, in the checkpoint, in the order that a layer has them; and columns
+    of the output matrix. `heads` and `kv_heads` count in the layer's order.
+    """
+    dim, differential = spec.head_dim, spec.differential
+    if differential is None or differential.lambda_init is None:
+        columns = _times(dim, heads)
+        if differential is not None:
+            columns = slice(columns.start // 2, columns.stop // 2)
+        return [_times(dim, heads)], [_times(dim, kv_heads)], columns
+    if not differential.halves:
+        return [_times(dim, heads)], [_times(dim, kv_heads)], _times(dim, heads)
+
+    def adjacent(share: slice, count: int) -> list[slice]:
+        places = [head // 2 + head % 2 * (count // 2) for head in range(share.start, share.stop)]
+        return [_times(dim, slice(place, place + 1)) for place in places]
+
+    return (
+        adjacent(heads, spec.num_heads),
+        adjacent(kv_heads, spec.num_kv_heads),
+        _times(dim, heads),
+    )
+
+
+def table_length(spec: AttentionSpec, config: DecoderConfig) -> int:
+    """Positions that a layer looks up in its rotary table."""
+    return config.max_position if spec.dual_chunk is None else spec.dual_chunk.num_positions
+
+
+def rotary_tables(config: DecoderConfig) -> set[tuple[RotaryConfig, int]]:
+    """The rotary tables that a model's layers need, and their lengths."""
+    specs = {layer.attention for layer in config.layers}
+    return {(s.rotary, table_length(s, config)) for s in specs if s.rotary is not None}
 
 
 def mlp_share(spec: MlpSpec | MoeSpec, group: ParallelGroup) -> slice:

@@ -6,10 +6,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rooftile.ops.dual_chunk_rotary import DualChunkConfig
     from rooftile.ops.rotary_table import RotaryConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 QK_NORMS = (None, "head", "projection")
+
+
+@dataclass(frozen=True)
+class DifferentialSpec:
+    """Heads in pairs whose softmaxes are subtracted (`ops.differential`).
+
+    lambda_init: what lambda begins with in this layer, learned as four vectors of head_dim; `None`:
+        the second version, where lambda is the sigmoid of a projection for each token and pair,
+        and the queries of a pair meet the same keys and values.
+    halves: heads p and p + half of all are a pair in the checkpoint (DiffLlama), queries, keys and
+        values alike; else 2 p and 2 p + 1 are (Microsoft). Here pairs are always adjacent.
+    norm_weight: whether the norm of each pair's output has a weight.
+    """
+
+    lambda_init: float | None
+    halves: bool = True
+    norm_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,8 @@ class AttentionSpec:
     softcap: scores become softcap * tanh(score / softcap); 0: they stay as they are.
     qk_norm: RMS norms of q and k before the rotation, over each "head" or over all heads of a
         "projection" together; `None`: there are none.
+    dual_chunk: positions and queries are those of dual chunk attention.
+    differential: num_heads and num_kv_heads count both heads of a pair.
     """
 
     num_heads: int
@@ -34,6 +54,8 @@ class AttentionSpec:
     qk_norm: str | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    dual_chunk: DualChunkConfig | None = None
+    differential: DifferentialSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -51,6 +73,32 @@ class AttentionSpec:
         if self.qk_norm not in QK_NORMS:
             raise ValueError(
                 f"AttentionSpec: qk_norm is {self.qk_norm!r}; choose one of {QK_NORMS}"
+            )
+        self._check_dual_chunk()
+        self._check_differential()
+
+    def _check_dual_chunk(self) -> None:
+        if self.dual_chunk is None:
+            return
+        if self.rotary is None or self.window is not None or self.differential is not None:
+            raise ValueError(
+                "AttentionSpec: dual_chunk is given, which needs rotary, and neither window nor "
+                "differential"
+            )
+
+    def _check_differential(self) -> None:
+        if self.differential is None:
+            return
+        if self.softcap:
+            raise ValueError(
+                f"AttentionSpec: softcap is {self.softcap}; differential attention has none"
+            )
+        name, count = "num_kv_heads", self.num_kv_heads
+        if self.differential.lambda_init is None:  # the queries of a pair are of one group
+            name, count = "num_heads / num_kv_heads", self.num_heads // self.num_kv_heads
+        if count % 2:
+            raise ValueError(
+                f"AttentionSpec: {name} is {count}; it must be even, since heads come in pairs"
             )
 
 
@@ -135,3 +183,9 @@ class DecoderConfig:
                 )
         if not self.layers:
             raise ValueError("DecoderConfig: there are no layers")
+
+    @property
+    def depends_on_prompt_length(self) -> bool:
+        """Whether what a token's KV is depends on how long its whole prompt is."""
+        chunks = (layer.attention.dual_chunk for layer in self.layers)
+        return any(chunk is not None and chunk.length_factor == "prompt" for chunk in chunks)

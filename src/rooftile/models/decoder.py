@@ -60,15 +60,14 @@ class Decoder:
         """What each layer keeps per token, in layer order."""
         dtype = self.dtype
         return tuple(
-            KVSpec(
-                heads=layer.attention.num_kv_heads,
-                k_dim=layer.attention.head_dim,
-                v_dim=layer.attention.head_dim,
-                dtype=dtype,
-                window=spec.attention.window,
-            )
+            layer.attention.kv_spec(dtype, spec.attention.window)
             for spec, layer in zip(self.config.layers, self.layers, strict=True)
         )
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether each `LayerKV` must have `lengths`, which are whole prompts'."""
+        return self.config.depends_on_prompt_length
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from rooftile.kernels.cpu.decoder import (
     LayerWeights,
     NativeDecoder,
 )
-from rooftile.layers.attention import LayerKV
+from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.mlp import GatedMlp
 from rooftile.layers.norm import RMSNorm
 from rooftile.models.decoder import Decoder, DecoderLayer
@@ -49,6 +49,8 @@ def _layer_refusal(layer: DecoderLayer) -> str | None:
     if layer.mlp.activation not in ACTIVATIONS:
         return f"its activation is {layer.mlp.activation!r}"
     attention = layer.attention
+    if type(attention) is not AttentionLayer:
+        return f"its attention is a {type(attention).__name__}"
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and not isinstance(norm, RMSNorm):
             return "its norms of q and k span all heads"

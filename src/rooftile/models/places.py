@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rooftile.models.config import DecoderConfig
-from rooftile.models.weights import weight_shapes
+from rooftile.models.weights import LAMBDAS, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def _stored_name(ours: str, templates: Mapping[str, str]) -> tuple[str, bool]:
             expert, parts[3] = parts[3], "{e}"
     template = templates[".".join(parts)]
     name = template.replace("{i}", layer).replace("{e}", expert)
+    if parts[-1] in LAMBDAS:  # a parameter of the layer itself, so no module's weight
+        return name, False
     return f"{name}.{kind}", expert != "" and "{e}" not in template
 
 

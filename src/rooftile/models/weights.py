@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WHOLE = slice(None)
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")  # of differential attention
 
 
 class WeightSource(Protocol):
@@ -67,13 +68,18 @@ def num_parameters(config: DecoderConfig) -> int:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     attention, mlp = layer.attention, layer.mlp
     q = attention.num_heads * attention.head_dim
+    differential = attention.differential
+    # In the second version of differential attention two queries make one output.
+    out = q // 2 if differential is not None and differential.lambda_init is None else q
     kv = attention.num_kv_heads * attention.head_dim
     matrices = {
         "q": (q, hidden, attention.qkv_bias),
         "k": (kv, hidden, attention.qkv_bias),
         "v": (kv, hidden, attention.qkv_bias),
-        "o": (hidden, q, attention.out_bias),
+        "o": (hidden, out, attention.out_bias),
     }
+    if differential is not None and differential.lambda_init is None:
+        matrices["lambda"] = (attention.num_heads // 2, hidden, False)
     inner = mlp.intermediate
     if isinstance(mlp, MoeSpec):
         matrices["router"] = (mlp.num_experts, hidden, False)
@@ -98,4 +104,9 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes["q_norm"] = shapes["k_norm"] = (attention.head_dim,)
     elif attention.qk_norm == "projection":
         shapes["q_norm"], shapes["k_norm"] = (q,), (kv,)
+    if differential is not None and differential.lambda_init is not None:
+        for name in LAMBDAS:
+            shapes[name] = (attention.head_dim,)
+        if differential.norm_weight:
+            shapes["head_norm"] = (2 * attention.head_dim,)
     return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rooftile.models.families.diffllama import DIFFLLAMA
 from rooftile.models.families.family import Family
 from rooftile.models.families.fields import Fields
 from rooftile.models.families.gemma2 import GEMMA2
@@ -28,6 +29,7 @@ FAMILIES = (
     PHI3,
     OLMO2,
     GRANITE,
+    DIFFLLAMA,
 )
 
 

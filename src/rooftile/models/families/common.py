@@ -8,6 +8,7 @@ from typing import Any
 
 from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec, MoeSpec
 from rooftile.models.families.fields import Fields
+from rooftile.ops.dual_chunk_rotary import DualChunkConfig
 from rooftile.ops.rotary_table import RotaryConfig
 
 ACTIVATIONS = {
@@ -19,6 +20,8 @@ ACTIVATIONS = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
+DUAL_CHUNK = "dual_chunk_attention_config"
+DUAL_CHUNK_FIELDS = ("chunk_size", "local_size", ORIGINAL)
 # Features of a config.json that change the result: refused by every family that does not name them.
 FEATURES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
@@ -36,6 +39,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "is_encoder_decoder": (False,),
     "no_rope_layers": ([],),
+    DUAL_CHUNK: ({},),
 }
 
 
@@ -63,9 +67,7 @@ def uniform_decoder(
     kv_heads, head_dim = fields.integer("num_key_value_heads", num_heads), head_dim_of(fields)
     try:
         spec = AttentionSpec(num_heads, kv_heads, head_dim, rotary, **(attention or {}))
-        layers = tuple(
-            LayerSpec(replace(spec, window=window), mlp, **(layer or {})) for window in each
-        )
+        layers = tuple(LayerSpec(_windowed(spec, window), mlp, **(layer or {})) for window in each)
         return DecoderConfig(
             layers=layers,
             hidden=fields.integer("hidden_size"),
@@ -77,6 +79,13 @@ def uniform_decoder(
         )
     except ValueError as error:
         raise fields.located(error) from None
+
+
+def _windowed(spec: AttentionSpec, window: int | None) -> AttentionSpec:
+    """A window bounds relative positions by itself, so such layers have no chunks."""
+    if window is None:
+        return spec
+    return replace(spec, window=window, dual_chunk=None)
 
 
 def head_dim_of(fields: Fields) -> int:
@@ -131,6 +140,39 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, least=0)
     return layer_windows(fields, window, lambda index: index >= first)
+
+
+def dual_chunk(fields: Fields) -> DualChunkConfig | None:
+    """Of the field of Qwen2.5-1M and of Qwen3's configurations for a million tokens.
+
+    Raises:
+        NotImplementedError: its sparse prefill is switched on.
+        ValueError: a field that is missing, unknown or out of range.
+    """
+    given = fields.table(DUAL_CHUNK)
+    if not given:
+        return None
+    table = Fields(given, f"{fields.where}: {DUAL_CHUNK}")
+    for name in given:
+        if name not in DUAL_CHUNK_FIELDS and not name.startswith("sparse_attention_"):
+            raise table.error(
+                name,
+                f"is not known; its fields are {', '.join(DUAL_CHUNK_FIELDS)}, sparse_attention_*",
+            )
+    sparse = "sparse_attention_enabled"
+    if table.flag(sparse, table.get("sparse_attention_config") is not None):
+        name = sparse if table.has(sparse) else "sparse_attention_config"
+        raise NotImplementedError(
+            f"{table.where}: {name} asks for sparse prefill, which is not supported; set {sparse} to "
+            f"false, and all keys are attended"
+        )
+    original = table.integer(ORIGINAL, 0, least=0)
+    try:
+        return DualChunkConfig(
+            table.integer("chunk_size"), table.integer("local_size"), original or None
+        )
+    except ValueError as error:
+        raise table.located(error) from None
 
 
 def rotary(

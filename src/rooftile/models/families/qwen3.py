@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from rooftile.models.config import DecoderConfig
-from rooftile.models.families.common import dense_mlp, qwen_windows, rotary, uniform_decoder
+from rooftile.models.families.common import (
+    DUAL_CHUNK,
+    dense_mlp,
+    dual_chunk,
+    qwen_windows,
+    rotary,
+    uniform_decoder,
+)
 from rooftile.models.families.family import Family
 from rooftile.models.families.fields import Fields
 from rooftile.models.families.gguf_common import gguf_decoder
@@ -30,8 +37,14 @@ def config(fields: Fields) -> DecoderConfig:
         fields,
         rotary=rotary(fields),
         mlp=dense_mlp(fields),
-        attention={"qk_norm": "head", "qkv_bias": bias, "out_bias": bias},
+        attention={
+            "qk_norm": "head",
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "dual_chunk": dual_chunk(fields),
+        },
         windows=qwen_windows(fields),
+        understood=(DUAL_CHUNK,),
     )
 
 

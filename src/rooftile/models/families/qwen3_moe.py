@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from rooftile.models.config import DecoderConfig, MoeSpec
 from rooftile.models.families.common import (
+    DUAL_CHUNK,
     activation,
     dense_mlp,
+    dual_chunk,
     rotary,
     uniform_decoder,
     window_of,
@@ -50,9 +52,14 @@ def config(fields: Fields) -> DecoderConfig:
         fields,
         rotary=rotary(fields),
         mlp=experts,
-        attention={"qk_norm": "head", "qkv_bias": bias, "out_bias": bias},
+        attention={
+            "qk_norm": "head",
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "dual_chunk": dual_chunk(fields),
+        },
         windows=window_of(fields) if fields.flag("use_sliding_window", False) else None,
-        understood=("num_experts", "num_local_experts"),
+        understood=("num_experts", "num_local_experts", DUAL_CHUNK),
     )
     every = fields.integer("decoder_sparse_step", 1)
     dense_layers = fields.get("mlp_only_layers", [])

@@ -1,0 +1,59 @@
+"""The attention layer whose positions never leave the range that the model was trained for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rooftile.layers.attention import AttentionLayer, LayerKV
+from rooftile.layers.linear import Linear, RowParallelLinear
+from rooftile.ops.dual_chunk import PAGED_DUAL_CHUNK
+from rooftile.ops.dual_chunk_rotary import DUAL_CHUNK_ROTARY, DualChunkConfig
+from rooftile.ops.paged import APPEND_KV
+
+
+class DualChunkAttentionLayer(AttentionLayer):
+    """`AttentionLayer` with dual chunk attention.
+
+    Keys are cached turned by their position in their chunk and not scaled; the length factor is in
+    the queries alone. So what is cached depends on nothing that comes after it, unless
+    dual_chunk.length_factor is "prompt". There is no window.
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,
+        out: RowParallelLinear,
+        *,
+        dual_chunk: DualChunkConfig,
+        cos_sin: Tensor,  # [dual_chunk.num_positions or more, 2, rotary_dim / 2] float32
+        **options: Any,
+    ) -> None:
+        super().__init__(qkv, out, cos_sin=cos_sin, **options)
+        self.dual_chunk = dual_chunk
+
+    def attend(
+        self,
+        q: Tensor,  # [tokens, num_heads, head_dim]
+        k: Tensor,  # [tokens, num_kv_heads, head_dim]
+        v: Tensor,  # [tokens, num_kv_heads, head_dim]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+        x: Tensor,  # [tokens, hidden]
+    ) -> Tensor:  # [tokens, num_heads, head_dim]
+        chunk, batch = self.dual_chunk, kv.batch
+        queries = DUAL_CHUNK_ROTARY.handle(
+            *(q, positions, kv.lengths, self.cos_sin, False, chunk.chunk_size, chunk.local_size),
+            *(chunk.original_max_position or 0, "auto"),
+        )
+        APPEND_KV.handle(
+            *(k, v, kv.k_pages, kv.v_pages, kv.slots, positions % chunk.chunk_len, self.cos_sin),
+            *(False, None, None, "auto"),
+        )
+        out, _ = PAGED_DUAL_CHUNK.handle(
+            *(*queries, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens),
+            *(batch.page_table, batch.max_q_len, batch.max_kv_len, chunk.chunk_len),
+            *(self.softcap, self.softmax_scale, "auto"),
+        )
+        return out
