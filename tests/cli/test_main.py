@@ -82,6 +82,7 @@ def test_loading_hands_every_option_to_the_engine(monkeypatch: pytest.MonkeyPatc
     options = EngineOptions(
         model="bench:qwen3-0.6b", dtype="float32", device="cpu", page_size=8, max_num_seqs=3,
         max_num_batched_tokens=64, max_model_len=99, num_pages=12, kv_memory_share=0.1,
+        dual_chunk="chunk_size=64,local_size=16",
         prefix_cache=False, random_weights=True,
     )  # fmt: skip
     loading.load_llm(options, seed=5)

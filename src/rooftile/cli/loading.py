@@ -29,6 +29,7 @@ def load_llm(options: EngineOptions, seed: int | None = None) -> LLM:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
+            dual_chunk=options.dual_chunk,
             num_pages=options.num_pages,
             kv_memory_share=options.kv_memory_share,
             prefix_cache=options.prefix_cache,

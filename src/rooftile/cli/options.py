@@ -250,6 +250,14 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, _engine(help="Most tokens of prompt and answer (default: the model's).")
     ] = None
+    dual_chunk: Annotated[
+        str | None,
+        _engine(
+            metavar="FIELDS",
+            help="Dual chunk attention beyond the length that the model was trained for: "
+            "chunk_size=6144,local_size=1024,original=8192 (and length_factor=prompt).",
+        ),
+    ] = None
     num_pages: Annotated[
         int | None, _engine(help="KV pages (default: from --kv-memory-share).")
     ] = None

@@ -21,6 +21,7 @@ from rooftile.models import native
 from rooftile.models.decoder import Decoder
 from rooftile.models.loader import LoadedModel, load_model
 from rooftile.models.native import NativeStep
+from rooftile.ops.dual_chunk_rotary import DualChunkConfig
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def build_engine(
             random_weights=config.random_weights,
             seed=config.seed,
             max_model_len=config.max_model_len,
+            dual_chunk=None if config.dual_chunk is None else DualChunkConfig.of(config.dual_chunk),
             quantization=config.quantization,
             on_progress=lambda phase, share: report(phase, share * LOADED if on_gpu else share),
             check=check_weights if on_gpu else None,
@@ -62,7 +64,9 @@ def build_engine(
     )
     build = _gpu_runner if on_gpu else _cpu_runner
     runner, pages = build(config, model.decoder, groups, demand, device, report)
-    cache = KVCache(len(groups), pages, config.page_size, config.prefix_cache, windows)
+    # KV that depends on the whole prompt's length is no other prompt's.
+    shares = config.prefix_cache and not model.config.depends_on_prompt_length
+    cache = KVCache(len(groups), pages, config.page_size, shares, windows)
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
@@ -106,6 +110,11 @@ def _gpu_runner(
     report: Report,
 ) -> tuple[DeviceRunner, list[int]]:
     """Warm up on a page a group, then give the pages what is really free, then capture."""
+    if decoder.needs_lengths:
+        raise NotImplementedError(
+            "dual_chunk has length_factor 'prompt', which runs on a CPU only; "
+            "take 'query', or device='cpu'"
+        )
     assert config.max_num_batched_tokens is not None
     with out_of_memory(config, "a step"):
         runner = DeviceRunner(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rooftile.ops.dual_chunk_rotary import DualChunkConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -28,6 +33,10 @@ class EngineConfig:
         2048 on a CPU, 8192 on a GPU.
     max_num_seqs: sequences (requests x n) that run at once.
     max_model_len: longest prompt plus output; None: the model's own limit.
+    dual_chunk: dual chunk attention for a model with rotary positions, so that max_model_len may be
+        larger than what it was trained for: a `DualChunkConfig`, a mapping of its fields, or text
+        such as "chunk_size=6144,local_size=1024,original=8192". With length_factor "prompt" no
+        prefixes are shared.
     num_pages: pages of KV memory per KV group, fewer where a sliding window needs no more; None: as
         many as `kv_memory_share` of the memory that is free after loading holds, at most what
         max_num_seqs sequences can use.
@@ -50,6 +59,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    dual_chunk: DualChunkConfig | Mapping[str, Any] | str | None = None
     num_pages: int | None = None
     kv_memory_share: float | None = None
     prefix_cache: bool = True
@@ -77,6 +87,10 @@ class EngineConfig:
             raise ValueError(
                 f"page_size is {self.page_size!r}; choose a power of two from 1 to 256"
             )
+        if self.dual_chunk is not None:
+            from rooftile.ops.dual_chunk_rotary import DualChunkConfig  # brings torch
+
+            object.__setattr__(self, "dual_chunk", DualChunkConfig.of(self.dual_chunk))
         share = self.kv_memory_share
         if share is not None and (not isinstance(share, int | float) or not 0 < share < 1):
             raise ValueError(f"kv_memory_share is {share!r}; it lies between 0 and 1")

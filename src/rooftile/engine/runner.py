@@ -107,6 +107,11 @@ class Runner:
         positions = first[of_token] + offset
         token_ids = torch.where(token_ids < 0, self._last_token[rows[of_token]], token_ids)
 
+        lengths = None
+        if self._decoder.needs_lengths:
+            prompts = torch.tensor([entry.prompt_len for entry in entries], device=device)
+            lengths = torch.maximum(positions + 1, prompts[of_token])
+
         kv_lens = (first + q_lens).to(torch.int32)
         page = positions // self._page_size
         in_page = positions % self._page_size
@@ -127,6 +132,6 @@ class Runner:
         kv: list[LayerKV | None] = [None] * len(self._decoder.kv_specs)
         for group, (batch, slots) in zip(self._storage.groups, by_group, strict=True):
             for layer in group.layers:
-                kv[layer] = LayerKV(*self._storage.layer(layer), slots, batch)
+                kv[layer] = LayerKV(*self._storage.layer(layer), slots, batch, lengths)
         hidden = self._decoder.forward(token_ids, positions, [layer for layer in kv if layer])
         return hidden, cu_seqlens_q

@@ -154,7 +154,10 @@ class Scheduler:
         self._start_row(plan, sequence)
         self._send_pages(plan, sequence)
         assert sequence.row is not None
-        plan.input.entries.append(StepEntry(sequence.row, first, known + unknown, write_from))
+        prompt_len = sequence.request.num_prompt_tokens
+        plan.input.entries.append(
+            StepEntry(sequence.row, first, known + unknown, write_from, prompt_len)
+        )
         plan.scheduled.append(sequence)
         plan.num_tokens += end - first
         sequence.num_computed = end

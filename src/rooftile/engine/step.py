@@ -38,13 +38,14 @@ class StepEntry:
 
     A token id of -1 stands for the row's last sampled token, which only the device knows yet.
     Tokens before position `write_from` already have their KV in shared pages and must not be
-    written again.
+    written again. prompt_len: tokens of the sequence's prompt.
     """
 
     row: int
     first: int
     token_ids: list[int]
     write_from: int
+    prompt_len: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from rooftile.distributed.group import ParallelGroup
-from rooftile.models.build import build_decoder
+from rooftile.models.build import build_decoder, rotary_tables
 from rooftile.models.checkpoint import Checkpoint
 from rooftile.models.config import DecoderConfig
 from rooftile.models.decoder import Decoder
+from rooftile.models.dual_chunk import with_dual_chunk
 from rooftile.models.families import Fields, family_of_config, family_of_gguf
 from rooftile.models.families.family import Family
+from rooftile.models.families.fields import LARGEST
 from rooftile.models.families.gguf_common import ROPE_TENSORS
 from rooftile.models.gguf import GGUFFile, read_gguf
 from rooftile.models.gguf_tokenizer import tokenizer_from_gguf
@@ -25,6 +27,7 @@ from rooftile.models.random_weights import RandomWeights
 from rooftile.models.resolve import ModelFiles, readable, resolve
 from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
 from rooftile.models.weights import WeightSource, num_parameters
+from rooftile.ops.dual_chunk_rotary import DualChunkConfig
 from rooftile.ops.rotary_table import DynamicScaling
 from rooftile.planning.memory import check_memory
 
@@ -65,6 +68,7 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     max_model_len: int | None = None,
+    dual_chunk: DualChunkConfig | None = None,
     parallel: ParallelGroup | None = None,
     quantization: str = "none",
     on_progress: Callable[[str, float], None] | None = None,
@@ -78,6 +82,8 @@ def load_model(
     random_weights: only the configuration is read; weights are random, from `seed`.
     max_model_len: tokens per sequence, at most what the model was made for. Dynamic scaling and
         LongRoPE (Phi-3) go by it, never by a request: up to the original context short divisors.
+        With dual chunk attention there is no such limit.
+    dual_chunk: dual chunk attention instead of the model's own, if it has any.
     quantization: "none", "int8" or "int4": of the matrices, while they are read; embedding and head
         get 8 bits. A GGUF's own blocks are taken over where they fit.
     parallel: this process's place in a tensor-parallel group; it reads only its share.
@@ -95,7 +101,10 @@ def load_model(
     report("reading configuration and tokenizer", 0.02)
     with readable(str(files.path)):
         description = _describe_gguf(files) if files.is_gguf else _describe_directory(files)
-    config = _with_length(description.config, max_model_len, files.name)
+    config = description.config
+    if dual_chunk is not None:
+        config = with_dual_chunk(config, dual_chunk, files.name)
+    config = _with_length(config, max_model_len, files.name)
     dtype = dtype or default_dtype(device)
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype}; choose one of {', '.join(map(str, FLOAT_DTYPES))}")
@@ -202,6 +211,8 @@ def _with_length(config: DecoderConfig, length: int | None, name: str) -> Decode
         rotary = layer.attention.rotary
         if rotary is not None and isinstance(rotary.scaling, DynamicScaling):
             most = max(most, int(rotary.scaling.factor * rotary.scaling.original_max_position))
+        if layer.attention.dual_chunk is not None:
+            most = LARGEST
     if not 1 <= length <= most:
         raise ValueError(f"max_model_len is {length}; {name} takes 1 to {most} tokens per sequence")
     return replace(config, max_position=length)
@@ -218,10 +229,9 @@ def _check_size(
         num_parameters(config) * bits // (8 * group.size),
         "check these fields, or take a smaller dtype or model",
     )
-    rotaries = {layer.attention.rotary for layer in config.layers}
     check_memory(
         f"{where}: a context of {config.max_position} positions",
-        sum(4 * config.max_position * rotary.dim for rotary in rotaries if rotary is not None),
+        sum(4 * length * rotary.dim for rotary, length in rotary_tables(config)),
         "check the field of the configuration, or lower max_model_len",
     )
 

@@ -78,6 +78,7 @@ class NativeStep:
             raise NotImplementedError(f"the native step cannot run this decoder: {reason}")
         self.config = decoder.config
         self.kv_specs = decoder.kv_specs
+        self.needs_lengths = decoder.needs_lengths
         self.embedding = decoder.embedding
         self._head = decoder.head
         embedding = decoder.embedding

@@ -8,7 +8,9 @@ above the paper's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from rooftile.ops.check import check_device, check_float, check_shape, require
 from rooftile.ops.operator import Operator, contents_checked
 
 LENGTH_FACTORS = ("query", "prompt")
+SHORT = {"original": "original_max_position"}
+_EXAMPLE = "give chunk_size=6144,local_size=1024, if you like original=8192 and length_factor=query or prompt"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,34 @@ class DualChunkConfig:
                 f"choose one of {', '.join(map(repr, LENGTH_FACTORS))}"
             )
 
+    @classmethod
+    def of(cls, given: DualChunkConfig | Mapping[str, Any] | str) -> DualChunkConfig:
+        """From a mapping, or from text such as "chunk_size=6144,local_size=1024,original=8192".
+
+        "original" is short for original_max_position.
+
+        Raises:
+            ValueError: a field that is missing, unknown or out of range.
+        """
+        if isinstance(given, DualChunkConfig):
+            return given
+        if isinstance(given, str):
+            given = dict(_pair(part) for part in given.split(","))
+        if not isinstance(given, Mapping):
+            raise ValueError(f"dual_chunk is {given!r:.80}; {_EXAMPLE}")
+        values = {SHORT.get(name, name): value for name, value in given.items()}
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        missing = [name for name in ("chunk_size", "local_size") if name not in values]
+        if unknown or missing or len(values) < len(given):
+            problem = "has a field twice"
+            if missing:
+                problem = f"lacks {missing[0]}"
+            if unknown:
+                problem = f"has no field {unknown[0]!r:.80}"
+            raise ValueError(f"dual_chunk {problem}; {_EXAMPLE}")
+        return cls(**values)
+
     @property
     def chunk_len(self) -> int:
         """Tokens of a chunk, L."""
@@ -63,6 +95,13 @@ class DualChunkConfig:
     def num_positions(self) -> int:
         """Rows that a rotary table needs."""
         return num_positions(self.chunk_size, self.local_size)
+
+
+def _pair(part: str) -> tuple[str, Any]:
+    name, equals, value = (text.strip() for text in part.partition("="))
+    if not equals:
+        raise ValueError(f"dual_chunk has {part!r:.80}, which is no name=value; {_EXAMPLE}")
+    return name, int(value) if value.isascii() and value.isdigit() and len(value) < 10 else value
 
 
 def check_chunks(name: str, chunk_size: int, local_size: int) -> None:
