@@ -17,7 +17,7 @@ from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, append_kv, paged_atte
 from rooftile.ops.rope import rotary_embedding
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle
-from tests.ops.accuracy import dtype_for, opcheck
+from tests.ops.accuracy import dtype_for, kernels_to_test, opcheck
 
 NUM_PAGES = 40
 GARBAGE = st.sampled_from([-1, 2**31 - 1, NUM_PAGES, -(2**31)])
@@ -122,7 +122,7 @@ def check(paged: Paged, dtype: torch.dtype, kernel: str, **options: Any) -> None
         assert torch.equal(pages.nan_to_num(7), old.nan_to_num(7))
 
 
-@pytest.mark.parametrize("kernel", PAGED_ATTENTION.families)
+@pytest.mark.parametrize("kernel", kernels_to_test(PAGED_ATTENTION))
 @given(
     lengths=st.lists(
         st.tuples(st.sampled_from([0, 1, 1, 1, 2, 5]), st.integers(0, 23)), max_size=5
@@ -196,7 +196,7 @@ def test_kernels_agree_on_many_long_requests() -> None:
     assert float(error) <= 2**-8
 
 
-@pytest.mark.parametrize("kernel", APPEND_KV.families)
+@pytest.mark.parametrize("kernel", kernels_to_test(APPEND_KV))
 @given(
     tokens=st.integers(0, 9),
     heads=st.integers(1, 3),
@@ -264,7 +264,7 @@ def memory_bytes() -> int:
 
 
 @pytest.mark.skipif(memory_bytes() < 8 << 30, reason="needs 8 GB of free address space")
-@pytest.mark.parametrize("kernel", PAGED_ATTENTION.families)
+@pytest.mark.parametrize("kernel", kernels_to_test(PAGED_ATTENTION))
 def test_offsets_beyond_two_to_the_31(kernel: str) -> None:
     heads, page_size, dim = 2, 16, 64
     size = heads * page_size * dim

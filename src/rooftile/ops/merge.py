@@ -70,7 +70,7 @@ MERGE = Operator(
     "merge_attention_states",
     "(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
     module="merge",
-    families=("reference",),
+    families=("triton", "reference"),
     call=_call,
     fake=_fake,
 )

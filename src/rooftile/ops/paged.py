@@ -435,7 +435,7 @@ PAGED_ATTENTION = Operator(
     " int left, int right, float softcap, float scale, Tensor? k_scale, Tensor? v_scale,"
     " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
     module="paged",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=lambda q, k_pages, v_pages, *rest: _call(*(q, k_pages, v_pages, *rest[5:9], rest[12])),
     fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )
@@ -446,7 +446,7 @@ APPEND_KV = Operator(
     " Tensor? positions, Tensor? cos_sin, bool interleaved, Tensor? k_scale, Tensor? v_scale)"
     " -> ()",
     module="paged",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=lambda k, v, k_pages, v_pages, slots, positions, cos_sin, interleaved, *_: AppendCall(
         k.device.type,
         k.dtype,

@@ -1,0 +1,183 @@
+"""Merging attention results over disjoint sets of keys: parts of a plan, and users' own."""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.kernels import Kernel
+from rooftile.kernels.triton.split_kv import MERGE_WORDS
+from rooftile.planning.split_kv import Layout
+from rooftile.types import SplitSpec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def _merge_row(
+    outs,  # first part of the row
+    lses,
+    out_stride,  # from part to part
+    lse_stride,
+    parts,
+    sink,  # its logit, -inf for none
+    dim,
+    part_block: tl.constexpr,
+    dim_tile: tl.constexpr,
+):
+    """Of one row: the merged values [dim_tile] and lse. A block of parts is loaded at a time."""
+    column = tl.arange(0, dim_tile)
+    maximum = tl.maximum(sink, -1.0e30)
+    total = tl.exp(sink - maximum)
+    o = tl.zeros([dim_tile], tl.float32)
+    for start in range(0, parts, part_block):
+        part = start + tl.arange(0, part_block)
+        present = part < parts
+        at = part.to(tl.int64)
+        lse = tl.load(lses + at * lse_stride, mask=present, other=float("-inf")).to(tl.float32)
+        mask = (present & (lse > float("-inf")))[:, None] & (column < dim)[None, :]
+        values = tl.load(outs + at[:, None] * out_stride + column[None, :], mask=mask, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+        weights = tl.exp(lse - new_maximum)
+        alpha = tl.exp(maximum - new_maximum)
+        total = total * alpha + tl.sum(weights, 0)
+        o = o * alpha + tl.sum(values.to(tl.float32) * weights[:, None], 0)
+        maximum = new_maximum
+    o = o / tl.where(total > 0, total, 1.0)
+    return o, tl.where(total > 0, maximum + tl.log(total), float("-inf"))
+
+
+@triton.jit
+def merge_parts_kernel(
+    plan,
+    merges_at,
+    partial_out,  # [rows, dim]
+    partial_lse,  # [rows]
+    sink,
+    out,  # [tokens, heads, dim]
+    lse,  # [tokens, heads]
+    group_size,
+    num_heads,
+    dim,
+    has_sink: tl.constexpr,
+    part_block: tl.constexpr,
+    dim_tile: tl.constexpr,
+):
+    """Program (merge, row of a tile), merges beyond the grid in further turns."""
+    row_in_tile = tl.program_id(1)
+    column = tl.arange(0, dim_tile)
+    for index in range(tl.program_id(0), tl.load(plan), tl.num_programs(0)):
+        words = plan + merges_at + index * MERGE_WORDS
+        row = tl.load(words + 2) + row_in_tile
+        if row < tl.load(words + 3):
+            token = tl.load(words + 7) + row // group_size
+            head = tl.load(words + 1) * group_size + row % group_size
+            first = (tl.load(words + 4) + row_in_tile).to(tl.int64)
+            stride = tl.load(words + 6).to(tl.int64)
+            logit = float("-inf")
+            if has_sink:
+                logit = tl.load(sink + head)
+            o, log_sum = _merge_row(
+                partial_out + first * dim, partial_lse + first, stride * dim, stride,
+                tl.load(words + 5), logit, dim, part_block, dim_tile,
+            )  # fmt: skip
+            at = token.to(tl.int64) * num_heads + head
+            tl.store(out + at * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
+            tl.store(lse + at, log_sum)
+
+
+def merge_parts(
+    plan: Tensor,
+    spec: SplitSpec,
+    partial_out: Tensor,  # [partial_rows, v_dim] float32
+    partial_lse: Tensor,  # [partial_rows] float32
+    sink: Tensor | None,  # [num_q_heads] float32
+    out: Tensor,  # [tokens, num_q_heads, v_dim]
+    lse: Tensor,  # [tokens, num_q_heads]
+) -> None:
+    """The merges of a plan, in order, into the output."""
+    layout = Layout(spec)
+    if layout.merge_capacity == 0:
+        return
+    rows = min(spec.tile_rows[-1], spec.max_q_len * spec.group_size)
+    dim = out.shape[-1]
+    merge_parts_kernel[(min(layout.merge_capacity, 4 * spec.num_ctas), rows)](
+        plan,
+        layout.merges,
+        partial_out,
+        partial_lse,
+        lse if sink is None else sink,
+        out,
+        lse,
+        spec.group_size,
+        out.shape[1],
+        dim,
+        has_sink=sink is not None,
+        part_block=16 if rows <= 16 else 4,
+        dim_tile=max(16, triton.next_power_of_2(dim)),
+        num_warps=2,
+    )
+
+
+@triton.jit
+def merge_states_kernel(
+    outs,  # [n, rows, dim]
+    lses,  # [n, rows]
+    out,  # [rows, dim]
+    lse,  # [rows]
+    parts,
+    rows,
+    dim,
+    part_block: tl.constexpr,
+    dim_tile: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, dim_tile)
+    o, log_sum = _merge_row(
+        outs + row * dim, lses + row, rows.to(tl.int64) * dim, rows, parts, float("-inf"), dim,
+        part_block, dim_tile,
+    )  # fmt: skip
+    tl.store(out + row * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
+    tl.store(lse + row, log_sum)
+
+
+def merge_attention_states(
+    outs: Tensor,  # [n, tokens, heads, v_dim]
+    lses: Tensor,  # [n, tokens, heads]
+) -> tuple[Tensor, Tensor]:
+    out = outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:], dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    dim = outs.shape[-1]
+    with torch.cuda.device(outs.device) if outs.is_cuda else torch.no_grad():
+        merge_states_kernel[(lse.numel(),)](
+            outs.contiguous(),
+            lses.contiguous(),
+            out,
+            lse,
+            outs.shape[0],
+            lse.numel(),
+            dim,
+            part_block=max(1, min(16, triton.next_power_of_2(outs.shape[0]))),
+            dim_tile=max(1, triton.next_power_of_2(dim)),
+            num_warps=2,
+        )
+    return out, lse
+
+
+def supports(call: Any) -> str | None:
+    if not INTERPRETED and call.device != "cuda":
+        return f"it needs a GPU, not a {call.device}"
+    if call.dtype == torch.float64:
+        return "it computes in float32"
+    return None
+
+
+KERNELS = {"merge_attention_states": Kernel(merge_attention_states, supports, efficiency=0.5)}
