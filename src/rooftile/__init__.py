@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
     from rooftile.ops import matmul as matmul
+    from rooftile.ops import mask_mod as mask_mod
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
     from rooftile.ops import paged_attention as paged_attention
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rooftile.ops import rotary_embedding as rotary_embedding
     from rooftile.ops import rotary_table as rotary_table
     from rooftile.ops import sample as sample
+    from rooftile.ops import score_mod as score_mod
     from rooftile.ops import silu_and_mul as silu_and_mul
     from rooftile.ops import token_ranks as token_ranks
     from rooftile.ops import top_logprobs as top_logprobs
@@ -77,6 +79,8 @@ OPERATORS = (
 MODULES = {
     **dict.fromkeys(OPERATORS, "rooftile.ops"),
     "AsyncLLM": "rooftile.engine.async_llm",
+    "score_mod": "rooftile.ops",
+    "mask_mod": "rooftile.ops",
     "DualChunkConfig": "rooftile.ops",
     "KVSpec": "rooftile.types",
     "LLM": "rooftile.engine.llm",

@@ -23,6 +23,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+import triton.language as tl
+
+from rooftile import attention as attention_operator
+from rooftile import attention_varlen as varlen_operator
+from rooftile import mask_mod, score_mod
 from rooftile.kernels.triton import attention as kernel
 
 WINDOWS = [(-1, -1), (-1, 0), (20, 0), (0, 0), (40, 10), (-1, 15), (9, -1)]
@@ -119,3 +125,77 @@ def test_reasons_for_refusal() -> None:
     assert refused == "v_dim is 300; it takes up to 256"
     refused = kernel.supports(SimpleNamespace(**{**call, "dtype": torch.bfloat16}))
     assert refused == "Triton's interpreter takes float16 and float32, not torch.bfloat16"
+
+
+@triton.jit
+def _biased(s, b, h, i, j, bias, slopes):  # type: ignore[no-untyped-def]
+    return 3.0 * tl.sigmoid(s) + tl.load(bias + j) - tl.load(slopes + h) * tl.abs(i - j)
+
+
+def biased(
+    s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, bias: Tensor, slopes: Tensor
+) -> Tensor:
+    return 3.0 * torch.sigmoid(s) + bias[j] - slopes[h] * (i - j).abs()
+
+
+@triton.jit
+def _documents(b, h, i, j, queries, keys):  # type: ignore[no-untyped-def]
+    return (tl.load(queries + i) == tl.load(keys + j)) | (b == 1)
+
+
+def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return (queries[i] == keys[j]) | (b == 1)
+
+
+BIASED, DOCUMENTS = score_mod(_biased, reference=biased), mask_mod(_documents, reference=documents)
+
+
+@settings(max_examples=12)
+@given(
+    q_len=st.sampled_from([1, 33, 70]),
+    kv_len=st.sampled_from([1, 40, 64, 100]),
+    window=st.sampled_from([(None, None), (None, 0), (20, 3)]),
+    softcap=st.sampled_from([0.0, 15.0]),
+    modifiers=st.sampled_from(["score", "mask", "both"]),
+    ragged=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_modifiers(
+    q_len: int,
+    kv_len: int,
+    window: tuple[int | None, int | None],
+    softcap: float,
+    modifiers: str,
+    ragged: bool,
+    seed: int,
+) -> None:
+    """Captured tensors have exactly as many entries as there are valid indices."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, q_len, 4, 16, generator=g)
+    k, v = (torch.randn(2, kv_len, 2, 16, generator=g) for _ in range(2))
+    bias, slopes = torch.randn(kv_len, generator=g), torch.rand(4, generator=g)
+    rows, keys = (torch.randint(3, (n,), generator=g) for n in (q_len, kv_len))
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "return_lse": True}
+    if modifiers != "mask":
+        options["score_mod"] = BIASED(bias, slopes)
+    if modifiers != "score":
+        options["mask_mod"] = DOCUMENTS(rows, keys)
+    tensors = [x.flatten(0, 1) if ragged else x for x in (q, k, v)]
+    run: Any = attention_operator
+    if ragged:
+        tensors += [torch.tensor([0, n, 2 * n]) for n in (q_len, kv_len)]
+        run = varlen_operator
+    wide = [x.double() if x.is_floating_point() else x for x in tensors]
+    exact = run(*wide, kernel="reference", **options)
+    assert_close(run(*tensors, kernel="triton", **options), exact)
+
+
+def test_a_modifier_without_a_jitted_function_is_refused() -> None:
+    q = torch.randn(1, 3, 1, 16)
+    only_torch = mask_mod(None, reference=upper)
+    with pytest.raises(NotImplementedError, match="upper-.* without a @triton.jit function"):
+        attention_operator(q, q, q, mask_mod=only_torch, kernel="triton")
+
+
+def upper(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i <= j

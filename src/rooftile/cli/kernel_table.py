@@ -13,6 +13,7 @@ import torch
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
 from rooftile.ops.attention import AttentionCall
+from rooftile.ops.attention_mods import ModifiedCall
 from rooftile.ops.differential import DifferentialCall
 from rooftile.ops.dual_chunk import DualChunkCall
 from rooftile.ops.dual_chunk_rotary import DualChunkRotaryCall
@@ -115,6 +116,10 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
     return {
         "attention": attentions(0),
         "attention_varlen": attentions(0),
+        **{
+            name: [("bf16 h32/8 d128 causal", ModifiedCall(attention(0), "", ""))]
+            for name in ("attention_mods", "attention_varlen_mods")
+        },
         "paged_attention": attentions(16),
         "differential_attention": differentials(0),
         "differential_attention_varlen": differentials(0),

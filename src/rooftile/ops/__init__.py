@@ -17,6 +17,7 @@ from rooftile.ops.gemm import matmul
 from rooftile.ops.grouped_linear import grouped_linear
 from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
 from rooftile.ops.merge import merge_attention_states
+from rooftile.ops.modifiers import mask_mod, score_mod
 from rooftile.ops.norm import rms_norm
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import append_kv, paged_attention
@@ -62,6 +63,7 @@ __all__ = [
     "gelu_and_mul",
     "grouped_linear",
     "linear",
+    "mask_mod",
     "matmul",
     "merge_attention_states",
     "pack",
@@ -72,6 +74,7 @@ __all__ = [
     "rotary_embedding",
     "rotary_table",
     "sample",
+    "score_mod",
     "silu_and_mul",
     "token_ranks",
     "top_logprobs",

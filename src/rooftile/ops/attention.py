@@ -7,38 +7,23 @@ Sinks are those of Xiao et al. 2023 in the learned form of gpt-oss: one more log
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftile.kernels.modifiers import Modifier
+from rooftile.ops.attention_call import AttentionCall as AttentionCall  # others know it from here
+from rooftile.ops.attention_call import attention_call, fake_attention
+from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.modifiers import check_modifiers
 from rooftile.ops.operator import Operator, contents_checked
 
 Window = tuple[int | None, int | None]
 UNREACHABLE = 2**31 - 1  # a window side that no sequence is as long as
 FLOAT_MAX = sys.float_info.max
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """The static properties that choose a kernel."""
-
-    device: str
-    dtype: torch.dtype
-    num_q_heads: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    left: int  # window, -1: unbounded
-    right: int
-    has_softcap: bool
-    has_sink: bool
-    page_size: int = 0  # 0: not paged
-    kv_dtype: torch.dtype | None = None  # of the pages, where it is not q's
-    batch_invariant: bool = False
 
 
 def attention(
@@ -51,6 +36,8 @@ def attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,  # [num_q_heads]
     softmax_scale: float | None = None,
+    score_mod: Modifier | None = None,
+    mask_mod: Modifier | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -62,6 +49,9 @@ def attention(
     if softcap > 0. `sink` (float32) adds one logit per query head to the denominator and to lse.
     A query that sees nothing gives 0, and lse -inf (or the sink). Differentiable in q, k, v and
     sink, through lse too. Float64 inputs are computed in float64, others accumulate in float32.
+
+    `score_mod` and `mask_mod`, made by the functions of these names, change scores after the soft
+    cap and visibility before the softmax. Gradients with them come from the torch reference.
 
     Returns:
         out [batch, q_len, num_q_heads, v_dim] in q's dtype; with `return_lse` also lse
@@ -79,7 +69,12 @@ def attention(
         ),
     )
     left, right, scale = check_options("attention", q, causal, window, softcap, sink, softmax_scale)
-    out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
+    if score_mod is not None or mask_mod is not None:
+        check_modifiers("attention", q, score_mod, mask_mod)
+        options = (sink, left, right, softcap, scale)
+        out, lse = run_modified(ATTENTION_MODS, (q, k, v), options, score_mod, mask_mod, kernel)
+    else:
+        out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -97,6 +92,8 @@ def attention_varlen(
     softcap: float = 0.0,
     sink: Tensor | None = None,  # [num_q_heads]
     softmax_scale: float | None = None,
+    score_mod: Modifier | None = None,
+    mask_mod: Modifier | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -128,10 +125,14 @@ def attention_varlen(
             f"{cu_seqlens_k.shape[0]}; both need batch + 1"
         ),
     )
-    out, lse = ATTENTION_VARLEN.handle(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len),
-        *(sink, left, right, softcap, scale, kernel),
-    )
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len)
+    options = (sink, left, right, softcap, scale)
+    if score_mod is not None or mask_mod is not None:
+        check_modifiers(name, q, score_mod, mask_mod)
+        operator = ATTENTION_VARLEN_MODS
+        out, lse = run_modified(operator, tensors, options, score_mod, mask_mod, kernel)
+    else:
+        out, lse = ATTENTION_VARLEN.handle(*tensors, *options, kernel)
     return (out, lse) if return_lse else out
 
 
@@ -273,39 +274,11 @@ def check_integers(
     )
 
 
-def fake_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
-
-
 def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, ...]:
     grad_sink = lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sink
-
-
-def attention_call(
-    q: Tensor,  # [..., num_q_heads, k_dim]
-    k: Tensor,  # [..., num_kv_heads, k_dim]
-    v: Tensor,  # [..., num_kv_heads, v_dim]
-    sink: Tensor | None,
-    left: int,
-    right: int,
-    softcap: float,
-) -> AttentionCall:
-    return AttentionCall(
-        q.device.type,
-        q.dtype,
-        q.shape[-2],
-        k.shape[-2],
-        k.shape[-1],
-        v.shape[-1],
-        left,
-        right,
-        has_softcap=softcap != 0,
-        has_sink=sink is not None,
-    )
 
 
 _OPTIONS = "int left, int right, float softcap, float scale"

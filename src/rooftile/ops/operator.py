@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -25,6 +25,7 @@ class Operator:
     module: the file, the same in each family, whose `KERNELS[name]` implements it.
     call: builds from the private arguments the hashable static properties that choose a kernel.
     fake: computes result metadata from the private arguments (for torch.compile).
+    refused: families that have no kernel for it although its kin has one, and the reason.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Operator:
         families: Iterable[str],
         call: Callable[..., Hashable],
         fake: Callable[..., Any],
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.module = module
         self.families = tuple(families)
+        self.refused = refused or {}
         self._call = call
         arguments, results = schema.split("->")
         LIBRARY.define(f"{name}{arguments.rstrip().removesuffix(')')}, str kernel) ->{results}")
@@ -100,6 +103,10 @@ def _load(name: str, module: str, family: str) -> Kernel | str:
 def _choose(name: str, call: Hashable, requested: str) -> str:
     operator = OPERATORS[name]
     if requested != "auto":
+        if requested in operator.refused:
+            raise NotImplementedError(
+                f"{name}: kernel={requested!r} cannot run this call: {operator.refused[requested]}"
+            )
         if requested not in operator.families:
             raise ValueError(
                 f"{name}: kernel={requested!r} does not exist; "

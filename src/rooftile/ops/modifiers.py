@@ -1,0 +1,89 @@
+"""`score_mod` and `mask_mod`: attention changed by functions of the caller (FlexAttention's idea).
+
+Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rooftile.kernels.modifiers import Kind, Modifier, register
+
+
+def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
+    """Registers a function of scores, to be passed as `attention(..., score_mod=...)`.
+
+    Both functions take (score, batch, head, q_index, kv_index, *tensors) and return the new score;
+    they are elementwise and their arguments broadcast. Scores are scaled, soft-capped, in natural
+    units and float32. Indices count from 0 in each sequence, also in a ragged batch. Masks apply
+    after it. `tensors` are those of `modifier(*tensors)`: pointers in Triton, tensors in torch.
+
+    fn: a `@triton.jit` function, or None where only the reference is to run. It may be evaluated
+        at any valid index, visible or not.
+    reference: the same computation in torch; also the one that has gradients, for `tensors` too.
+        It must be a function with readable source that captures no local variables, since the
+        source names the modifier: captured tensors go through `modifier(*tensors)`.
+
+    Raises:
+        ValueError: something that is no such function.
+    """
+    return _registered("score_mod", "score", fn, reference)
+
+
+def mask_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
+    """Registers a function of visibility, to be passed as `attention(..., mask_mod=...)`.
+
+    Both functions take (batch, head, q_index, kv_index, *tensors) and return whether the query sees
+    the key; what a window, causality or the lengths hide stays hidden. Otherwise as `score_mod`.
+    """
+    return _registered("mask_mod", "mask", fn, reference)
+
+
+def _registered(name: str, kind: Kind, fn: Any, reference: Callable[..., Tensor]) -> Modifier:
+    if fn is not None and not (hasattr(fn, "fn") and hasattr(fn, "arg_names")):
+        raise ValueError(
+            f"{name}: fn is {fn!r}; decorate it with @triton.jit, or pass None to run only the "
+            f"reference"
+        )
+    if not inspect.isfunction(reference):
+        raise ValueError(f"{name}: reference is {reference!r}; it must be a torch function")
+    if reference.__closure__:
+        raise ValueError(
+            f"{name}: {reference.__name__} captures {', '.join(reference.__code__.co_freevars)}; "
+            f"pass tensors as arguments, {name}(...)(tensor), so that its source says what it does"
+        )
+    try:
+        return register(kind, fn, reference)
+    except OSError as error:
+        raise ValueError(
+            f"{name}: the source of {reference.__name__} cannot be read; define it in a file"
+        ) from error
+
+
+def check_modifiers(
+    operator: str, like: Tensor, score: Modifier | None, mask: Modifier | None
+) -> None:
+    """Each is None or a modifier of its kind, with tensors on the device of `like`."""
+    for name, kind, modifier in (("score_mod", "score", score), ("mask_mod", "mask", mask)):
+        if modifier is None:
+            continue
+        if not isinstance(modifier, Modifier) or modifier.kind != kind:
+            raise ValueError(
+                f"{operator}: {name} is {modifier!r}; pass what rooftile.{name}(fn, reference=...) "
+                f"returned"
+            )
+        for i, tensor in enumerate(modifier.tensors):
+            if tensor.device != like.device:
+                raise ValueError(
+                    f"{operator}: tensor {i} of {name} is on {tensor.device} but q is on "
+                    f"{like.device}; move one of them"
+                )
+
+
+def parts(modifier: Modifier | None) -> tuple[str, Sequence[Tensor]]:
+    """Key and tensors as private operators take them."""
+    return ("", []) if modifier is None else (modifier.key, list(modifier.tensors))
