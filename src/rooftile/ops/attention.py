@@ -18,12 +18,15 @@ from rooftile.ops.attention_call import AttentionCall as AttentionCall  # others
 from rooftile.ops.attention_call import attention_call, fake_attention
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.modifiers import check_modifiers
 from rooftile.ops.operator import Operator, contents_checked
 
 Window = tuple[int | None, int | None]
 UNREACHABLE = 2**31 - 1  # a window side that no sequence is as long as
 FLOAT_MAX = sys.float_info.max
+_CHECKED = CheckedCalls()
+_CHECKED_VARLEN = CheckedCalls()
 
 
 def attention(
@@ -61,6 +64,19 @@ def attention(
         ValueError: shapes, dtypes, devices or options that do not fit together.
         NotImplementedError: an explicitly chosen kernel that cannot run the call.
     """
+    kind = None
+    plain = score_mod is None and mask_mod is None and type(window) is not list
+    if plain and undispatched(q, k, v, sink):
+        kind = (
+            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(causal, window, softcap, softmax_scale, kernel),
+            None if sink is None else (sink.shape, sink.dtype, sink.device),
+        )
+        known = _CHECKED.get(kind)
+        if known is not None:
+            run, left, right, scale = known
+            out, lse = run(q, k, v, sink, left, right, softcap, scale)
+            return (out, lse) if return_lse else out
     check_qkv("attention", q, k, v, "[batch, length, heads, dim]", 4)
     require(
         q.shape[0] == k.shape[0],
@@ -75,6 +91,9 @@ def attention(
         out, lse = run_modified(ATTENTION_MODS, (q, k, v), options, score_mod, mask_mod, kernel)
     else:
         out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
+        if kind is not None:
+            run = ATTENTION.runner(q, k, v, sink, left, right, softcap, scale, kernel)
+            _CHECKED.add(kind, run, left, right, scale)
     return (out, lse) if return_lse else out
 
 
@@ -112,6 +131,24 @@ def attention_varlen(
             ROOFTILE_CHECK=1), lengths that decrease, exceed the tokens or exceed the maxima.
     """
     name = "attention_varlen"
+    kind = None
+    plain = score_mod is None and mask_mod is None and type(window) is not list
+    if plain and undispatched(q, k, v, sink) and not contents_checked(cu_seqlens_q):
+        lengths = (cu_seqlens_q, cu_seqlens_k)
+        kind = (
+            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(causal, window, softcap, softmax_scale, kernel, max_q_len, max_kv_len),
+            *((x.shape, x.dtype, x.device) for x in lengths),
+            None if sink is None else (sink.shape, sink.dtype, sink.device),
+        )
+        known = _CHECKED_VARLEN.get(kind)
+        if known is not None:
+            run, left, right, scale = known
+            longest_q = q.shape[0] if max_q_len is None else max_q_len
+            longest_kv = k.shape[0] if max_kv_len is None else max_kv_len
+            longest = (longest_q, longest_kv)
+            out, lse = run(q, k, v, *lengths, *longest, sink, left, right, softcap, scale)
+            return (out, lse) if return_lse else out
     check_qkv(name, q, k, v, "[tokens, heads, dim]", 3)
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
     max_q_len = q.shape[0] if max_q_len is None else max_q_len
@@ -133,6 +170,9 @@ def attention_varlen(
         out, lse = run_modified(operator, tensors, options, score_mod, mask_mod, kernel)
     else:
         out, lse = ATTENTION_VARLEN.handle(*tensors, *options, kernel)
+        if kind is not None:
+            run = ATTENTION_VARLEN.runner(*tensors, *options, kernel)
+            _CHECKED_VARLEN.add(kind, run, left, right, scale)
     return (out, lse) if return_lse else out
 
 

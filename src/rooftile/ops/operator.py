@@ -69,9 +69,16 @@ class Operator:
         """The family that runs `call`; an explicit request never falls back, it raises."""
         return _choose(self.name, call, requested)
 
-    def chosen(self, *arguments: Any) -> str:
-        """The family that `handle(*arguments, "auto")` would run."""
-        return _choose(self.name, self._call(*arguments), "auto")
+    def call(self, *arguments: Any) -> Any:
+        """The static properties of `handle(*arguments, kernel)`, which choose a kernel."""
+        return self._call(*arguments)
+
+    def runner(self, *arguments: Any) -> Callable[..., Any]:
+        """The function that `handle` would run on these arguments; it takes all but the last."""
+        family = _choose(self.name, self._call(*arguments[:-1]), arguments[-1])
+        kernel = _load(self.name, self.module, family)
+        assert isinstance(kernel, Kernel)
+        return kernel.run
 
     def refusal(self, call: Hashable, family: str) -> str | None:
         """Why `family` cannot run `call`, or `None`."""
@@ -83,11 +90,7 @@ class Operator:
         return kernel if isinstance(kernel, str) else kernel.supports(call)
 
     def _run(self, *args: Any) -> Any:
-        *arguments, requested = args
-        family = _choose(self.name, self._call(*arguments), requested)
-        kernel = _load(self.name, self.module, family)
-        assert isinstance(kernel, Kernel)
-        return kernel.run(*arguments)
+        return self.runner(*args)(*args[:-1])
 
 
 @cache

@@ -1,0 +1,60 @@
+"""Calling a kernel without torch's dispatcher, where nobody would notice the difference.
+
+Going through the dispatcher and an operator's autograd rule costs tens of microseconds of Python,
+several times what a launch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+
+def undispatched(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called on these tensors directly.
+
+    Not while something records or transforms operators (compilation, tracing, torch_dispatch modes,
+    functorch, the profiler), not for subclasses, and not where a gradient is wanted.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+        or profiler._is_profiler_enabled
+    ):
+        return False
+    gradients = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+        if gradients and tensor.requires_grad:
+            return False
+    return True
+
+
+class CheckedCalls:
+    """What calls that passed the checks hand to their kernel: the kernel, and checked options.
+
+    Keyed by the kind of call, which is all that checks and the choice of a kernel look at.
+    """
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[Callable[..., Any], int, int, float]] = {}
+        self.get = self._found.get
+
+    def add(
+        self, kind: Hashable, run: Callable[..., Any], left: int, right: int, scale: float
+    ) -> None:
+        if len(self._found) >= self.MOST:
+            self._found.clear()
+        self._found[kind] = (run, left, right, scale)

@@ -1,0 +1,64 @@
+"""Calls that go straight to a kernel: when they may, and that nothing is checked less for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.eager import CheckedCalls, undispatched
+
+
+def test_only_where_nobody_looks() -> None:
+    x = torch.randn(3, 3)
+    assert undispatched(x, None, torch.nn.Parameter(x, requires_grad=False))
+    wants_gradient = torch.randn(3, requires_grad=True)
+    assert not undispatched(x, wants_gradient)
+    with torch.no_grad():
+        assert undispatched(x, wants_gradient)
+    with torch.profiler.profile():
+        assert not undispatched(x)
+    with FakeTensorMode():
+        assert not undispatched(x)
+    assert torch.equal(torch.func.vmap(lambda row: row + undispatched(row))(x), x)
+    compiled = torch.compile(lambda y: y + undispatched(y), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), x)
+
+
+def test_a_second_call_gives_the_same_and_its_own_options() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    first = attention(q, k, v, causal=True, softcap=2.0)
+    assert torch.equal(attention(q, k, v, causal=True, softcap=2.0), first)  # type: ignore[arg-type]
+    assert not torch.equal(attention(q, k, v, causal=True), first)  # type: ignore[arg-type]
+    assert not torch.equal(attention(q, k, v, softcap=2.0), first)  # type: ignore[arg-type]
+    out, lse = attention(q, k, v, causal=True, softcap=2.0, return_lse=True)
+    assert torch.equal(out, first)  # type: ignore[arg-type]
+    assert lse.shape == (1, 5, 2)
+    listed = attention(q, k, v, window=[3, 0])  # type: ignore[arg-type]
+    assert torch.equal(listed, attention(q, k, v, window=(3, 0)))  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_stays_wrong_after_a_good_call() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    attention(q, k, v)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch 2"):
+            attention(q, k.expand(2, 5, 2, 8), v.expand(2, 5, 2, 8))
+        with pytest.raises(ValueError, match="softcap"):
+            attention(q, k, v, softcap=-1.0)
+        with pytest.raises(ValueError, match="does not exist"):
+            attention(q, k, v, kernel="nothing")
+    good = torch.tensor([0, 5])
+    attention_varlen(q[0], k[0], v[0], good, good)
+    with pytest.raises(ValueError, match="decreases"):
+        attention_varlen(q[0], k[0], v[0], good, torch.tensor([5, 0]).flip(0).neg())
+
+
+def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckedCalls, "MOST", 2)
+    calls = CheckedCalls()
+    for i in range(3):
+        calls.add(i, print, 0, 0, 1.0)
+    assert calls.get(0) is None
+    assert calls.get(2) == (print, 0, 0, 1.0)
