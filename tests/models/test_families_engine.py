@@ -19,6 +19,7 @@ NAMES = (
     "qwen2 tied, windows in the upper layers",
     "qwen3 moe renormalised, dense layers, window",
     "mixtral",
+    "diffllama own head_dim, biases, four kv heads",
 )
 NEW_TOKENS = 20
 

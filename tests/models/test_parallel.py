@@ -32,6 +32,13 @@ MODELS = {
         "gemma2",
         {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 5, "pad_token_id": 0},
     ),
+    # Pairs of heads stay together, wherever the checkpoint has their halves.
+    "diffllama": (
+        "diffllama",
+        {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "attention_bias": True},
+    ),
+    # Two ranks share the one pair of kv heads.
+    "diffllama, one kv pair": ("diffllama", {"head_dim": 8, "num_key_value_heads": 2}),
     # Each rank has half of every expert.
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_hidden_layers": 2}),
     # Each rank reads its rows out of fused matrices.
