@@ -22,15 +22,16 @@ from rooftile.engine.step import ScoreSlot, StepInput, StepOutput
 from rooftile.engine.transfer import Readback, upload
 from rooftile.kvcache.spec import KVGroup
 from rooftile.kvcache.storage import KVStorage
-from rooftile.layers.attention import LayerKV
+from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.mlp import GatedMlp
 from rooftile.models.decoder import Decoder
+from rooftile.ops.attention import AttentionCall
 from rooftile.ops.operator import GPU_FAMILIES
-from rooftile.ops.paged import PAGED_ATTENTION
+from rooftile.ops.paged import PAGED_ATTENTION, make_plan
 from rooftile.ops.sampling import SAMPLE
 from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
 from rooftile.ops.step import StepState, StepTensors, prepare_step
-from rooftile.types import PagedBatch
+from rooftile.types import AttentionPlan, PagedBatch
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class DeviceRunner:
         self._readback = Readback(device)
         self._graphs = Graphs(device)
         self._storage: KVStorage | None = None
+        self._calls: dict[int, AttentionCall] = {}  # of the layers that follow a plan
         self._sampled = torch.zeros(
             max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
         )
@@ -105,17 +107,13 @@ class DeviceRunner:
 
     def cannot_capture(self) -> str | None:
         """Why steps of this model cannot be captured, or `None`."""
-        assert self._storage is not None
-        step = self._tensors
         for number, layer in enumerate(self._decoder.layers):
             if not isinstance(layer.mlp, GatedMlp):
                 return "a mixture of experts sorts its tokens with the host's help"
-            attention, pages = layer.attention, self._storage.layer(number)
-            q = self._sampled.new_empty(0, attention.num_heads, attention.head_dim)
-            family = PAGED_ATTENTION.chosen(
-                *(q, *pages, step.cu_seqlens_q, step.kv_lens, step.page_tables[0], 1, 1, None),
-                *(attention.left_window, 0, attention.softcap, attention.softmax_scale),
-            )
+            call = self._calls.get(number)
+            if call is None:
+                return f"{type(layer.attention).__name__} does not follow a plan"
+            family = PAGED_ATTENTION.choose(call)
             if family not in GPU_FAMILIES:
                 return f"paged_attention runs on its kernel {family!r}, which reads lengths on the host"
         return None
@@ -124,6 +122,11 @@ class DeviceRunner:
         """The pages to work on, from here on. Graphs that were captured on others are void."""
         self._storage = storage
         self._graphs = Graphs(self._device)
+        self._calls = {
+            number: _call(layer.attention, self._tensors, self._sampled, *storage.layer(number))
+            for number, layer in enumerate(self._decoder.layers)
+            if type(layer.attention) is AttentionLayer
+        }
 
     def warm_up(self) -> None:
         """Run the largest step and the largest draw, of padding alone: kernels are compiled and
@@ -228,8 +231,17 @@ class DeviceRunner:
                 max_q_len=shape.max_q_len,
                 max_kv_len=self._max_kv_len,
             )
+            plans: dict[AttentionCall, AttentionPlan] = {}  # one for all layers of equal shapes
             for layer in group.layers:
-                kv[layer] = LayerKV(*self._storage.layer(layer), step.slots[number], batch)
+                call = self._calls.get(layer)
+                if call is not None and call not in plans:
+                    plans[call] = make_plan(call, batch, shape.tokens, "auto")
+                kv[layer] = LayerKV(
+                    *self._storage.layer(layer),
+                    step.slots[number],
+                    batch,
+                    plan=None if call is None else plans[call],
+                )
         layers = [kv[layer] for layer in range(len(kv))]
         hidden = self._decoder.forward(step.token_ids, step.positions, layers)
         torch.index_select(hidden, 0, step.sample_tokens, out=self._sampled)
@@ -276,6 +288,18 @@ class DeviceRunner:
             ]
 
         return finish
+
+
+def _call(
+    layer: AttentionLayer, step: StepTensors, hidden: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> AttentionCall:
+    """The static properties of a layer's `paged_attention`."""
+    q = hidden.new_empty(0, layer.num_heads, layer.head_dim)
+    call: AttentionCall = PAGED_ATTENTION.call(
+        *(q, k_pages, v_pages, step.cu_seqlens_q, step.kv_lens, step.page_tables[0], 1, 1, None),
+        *(layer.left_window, 0, layer.softcap, layer.softmax_scale, None, None, False, None, []),
+    )
+    return call
 
 
 def _no_samples() -> StepOutput:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import ProjectionNorm, RMSNorm
-from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION
+from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, plan_arguments
 from rooftile.ops.rope import ROTARY_EMBEDDING
-from rooftile.types import KVSpec, PagedBatch
+from rooftile.types import AttentionPlan, KVSpec, PagedBatch
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class LayerKV:
     slots: Tensor  # [tokens] int64: page * page_size + offset; -1 writes nothing
     batch: PagedBatch
     lengths: Tensor | None = None  # [tokens] int64
+    plan: AttentionPlan | None = None  # of the step, for layers of equal shapes; None: each its own
 
 
 class AttentionLayer:
@@ -104,6 +105,7 @@ class AttentionLayer:
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
             *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, self.softcap),
-            *(self.softmax_scale, None, None, False, None, [], "auto"),
+            *(self.softmax_scale, None, None, False, *plan_arguments(kv.plan)),
+            "auto" if kv.plan is None else kv.plan.kernel,
         )
         return out

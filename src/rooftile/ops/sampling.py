@@ -252,7 +252,7 @@ SAMPLE = Operator(
     "sample",
     f"(Tensor logits, {', '.join(f'Tensor? {name}' for name in NAMES)}) -> (Tensor, Tensor)",
     module="sampling",
-    families=("cpu", "torch", "reference"),
+    families=("triton", "cpu", "torch", "reference"),
     call=_call,
     fake=lambda logits, *_: (
         logits.new_empty(logits.shape[0], dtype=torch.int64),
@@ -264,7 +264,7 @@ TOP_LOGPROBS = Operator(
     "top_logprobs",
     "(Tensor logits, int k) -> (Tensor, Tensor)",
     module="sampling",
-    families=("torch", "reference"),
+    families=("triton", "torch", "reference"),
     call=_call,
     fake=lambda logits, k: (
         logits.new_empty(logits.shape[0], k),
