@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
+from rooftile.kernels.cpu.arena import huge
 from rooftile.kvcache.page_table import PageCopy
 from rooftile.kvcache.spec import KVGroup
 
+HUGE_PAGES_FROM = 64 << 20  # bytes of a group's pages
 COPY_BUFFER_BYTES = 64 << 20  # bounds the temporary memory of copy_pages (one page at least)
 
 
@@ -43,9 +46,8 @@ class KVStorage:
         for group, count in zip(self.groups, num_pages, strict=True):
             spec = group.spec
             k_size, v_size = (spec.heads * page_size * dim for dim in (spec.k_dim, spec.v_dim))
-            buffer = torch.empty(
-                len(group.layers), count, k_size + v_size, dtype=spec.dtype, device=device
-            )
+            shape = len(group.layers), count, k_size + v_size
+            buffer = _allocate(shape, spec.dtype, torch.device(device))
             self._buffers.append(buffer)
             for index, layer in enumerate(group.layers):
                 k, v = buffer[index].split((k_size, v_size), dim=-1)
@@ -73,6 +75,14 @@ class KVStorage:
                     pages = pages.pin_memory().to(buffer.device, non_blocking=True)
                 sources, targets = pages
                 buffer.index_copy_(1, targets, buffer.index_select(1, sources))
+
+
+def _allocate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    nbytes = prod(shape) * dtype.itemsize
+    # In the system's huge pages, which a CPU reads faster: decoding is bound by that.
+    if device.type == "cpu" and nbytes >= HUGE_PAGES_FROM:
+        return huge(nbytes).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _independent_runs(copies: Sequence[PageCopy], limit: int) -> list[list[PageCopy]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -72,6 +74,18 @@ def level() -> str:
     """The instructions in use, such as "avx512_bf16"."""
     library = load()
     return "none" if isinstance(library, str) else library.rooftile_choose(_level()).decode()
+
+
+@contextmanager
+def at_level(name: str) -> Iterator[str]:
+    """The library with the kernels of the instructions `name`, or of the best that this machine has;
+    gives their name. For measurements and tests: weights that were packed before stay valid.
+    """
+    library = native()
+    try:
+        yield library.rooftile_choose(LEVEL_NAMES.index(name)).decode()
+    finally:
+        library.rooftile_choose(_level())
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -4,6 +4,8 @@
 constexpr int ROWS = 48;        // query rows of an item
 constexpr int BLOCK_KEYS = 64;  // keys whose scores are computed at once
 constexpr int KEY_TILES = BLOCK_KEYS / TILE;
+constexpr int FEW_ROWS = 8;     // up to so many rows for each key head are computed by few.h,
+constexpr int FEW_KEYS = 128;   // so many keys at once
 // A request that is one item (decoding) and longer than LONG keys is cut into parts of PART keys: at
 // fixed places, so that its result depends on nothing but its length.
 constexpr int LONG = 768, PART = 512;
@@ -24,6 +26,18 @@ inline F tanh(F x) {
     q = fma(q, y, set1(2.26843463243900e-03f));
     q = fma(q, y, set1(4.89352518554385e-03f));
     return x * p / q;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x to 2^-18, for x up to 127: the polynomial of least relative error on [-1/2, 1/2].
+inline F exp2_quick(F x) {
+    x = max(set1(-160.0f), x);
+    F n = nearest(x), r = x - n;
+    F p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
+    p = fma(p, r, set1(0.240240991f));
+    p = fma(p, r, set1(0.693124175f));
+    return times_power_of_two(fma(p, r, set1(1.0f)), n);
 }
 
 // How blocks of keys and values are laid out: pairs of bfloat16, or float32.
@@ -66,6 +80,9 @@ struct Paired {
                            out, out_row, add);
     }
     static void put_weight(bf16* to, F x) { store_quick(to, x); }
+    static F exp_of(F x, float scale, float shift) {
+        return exp2_quick(fma(x, set1(scale * LOG2_E), set1(-shift * LOG2_E)));
+    }
 };
 #endif
 
@@ -97,12 +114,15 @@ struct Single {
         product_f32_of<N>(m, x, x_row, w, w_tile, depth, out, out_row, add);
     }
     static void put_weight(float* to, F x) { store(to, x); }
+    static F exp_of(F x, float scale, float shift) { return exp(x * set1(scale) - set1(shift)); }
 };
 
 struct Item {
-    int32_t request, kv_head, row, rows;  // rows of the request's queries x heads of the group
-    int32_t first, end;                   // keys
-    int32_t part, parts, split;           // split: which of the cut items; -1: whole
+    int32_t request, kv_head, heads;  // key heads: one, but for few rows
+    int32_t row, rows;                // rows of the request's queries x heads of the group
+    int32_t first, end;               // keys
+    int32_t part, parts, split;       // split: which of the cut (item, head)s; -1: whole
+    bool few;                         // for `attend_few`
 };
 
 struct Partials {
@@ -132,6 +152,123 @@ inline void finish_row(const Attention& a, int64_t token, int64_t head, const fl
     if (a.lse) a.lse[at] = denominator == 0 ? -INFINITY : most + std::log(denominator);
 }
 
+// The sums of one key head's rows go to the result, or to the other parts' ones.
+inline void deliver(const Attention& a, const Item& item, int32_t kv_head, const Partials& partials,
+                    float* sums, const float* most, const float* totals) {
+    int64_t group = a.num_q_heads / a.num_kv_heads, begin = a.cu_seqlens_q[item.request];
+    int64_t v_padded = up(a.v_dim, TILE);
+    auto finish = [&](int r, float peak, float denominator) {
+        int64_t query = (item.row + r) / group, head = kv_head * group + (item.row + r) % group;
+        finish_row(a, begin + query, head, sums + r * v_padded, peak, denominator, scratch(v_padded));
+    };
+    if (item.split < 0) {
+        for (int r = 0; r < item.rows; ++r) finish(r, most[r], sum(load(totals + r * TILE)));
+        return;
+    }
+    int32_t split = item.split + kv_head - item.kv_head;
+    float* all = partials.values + partials.start[split] * partials.each;
+    float* mine = all + item.part * partials.each;
+    for (int r = 0; r < item.rows; ++r) {
+        memcpy(mine + r * v_padded, sums + r * v_padded, static_cast<size_t>(v_padded) * 4);
+        mine[ROWS * v_padded + r] = most[r];
+        mine[ROWS * (v_padded + 1) + r] = sum(load(totals + r * TILE));
+    }
+    // Whoever finishes a split merges all its parts, always in their order.
+    if (partials.finished[split].fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
+    for (int r = 0; r < item.rows; ++r) {
+        float peak = -INFINITY, denominator = 0;
+        for (int p = 0; p < item.parts; ++p) {
+            float one = all[p * partials.each + ROWS * v_padded + r];
+            peak = one > peak ? one : peak;
+        }
+        for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] = 0;
+        for (int p = 0; p < item.parts; ++p) {
+            const float* one = all + p * partials.each;
+            float top = one[ROWS * v_padded + r], factor = top > -INFINITY ? std::exp(top - peak) : 0;
+            denominator += factor * one[ROWS * (v_padded + 1) + r];
+            for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] += factor * one[r * v_padded + i];
+        }
+        finish(r, peak, denominator);
+    }
+}
+
+// Keys that a row sees.
+struct Sight {
+    int32_t low, high;
+};
+inline Sight sight_of(const Attention& a, int64_t position, int64_t kv_len) {
+    int64_t low = a.left < 0 ? 0 : position - a.left, high = a.right < 0 ? kv_len : position + a.right + 1;
+    return {static_cast<int32_t>(low < 0 ? 0 : low), static_cast<int32_t>(high > kv_len ? kv_len : high)};
+}
+
+// Where each key and value of a block lies, up to a whole tile.
+struct Block {
+    const char *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+    int count, tiles;
+};
+inline void locate(const Attention& a, const Item& item, int32_t first, Block& b) {
+    const int32_t* table = a.page_table + item.request * a.table_row;
+    int64_t bytes = dtype_bytes(a.dtype), k_step = a.k.slot * bytes, v_step = a.v.slot * bytes;
+    int count = item.end - first < BLOCK_KEYS ? item.end - first : BLOCK_KEYS;
+    b.count = count = count < 0 ? 0 : count;
+    b.tiles = (count + TILE - 1) / TILE;
+    for (int j = 0; j < count;) {
+        int32_t column = (first + j) / a.page_size, offset = (first + j) - column * a.page_size;
+        int64_t page = table[column];
+        const char* k = a.k.data + (page * a.k.page + item.kv_head * a.k.head + offset * a.k.slot) * bytes;
+        const char* v = a.v.data + (page * a.v.page + item.kv_head * a.v.head + offset * a.v.slot) * bytes;
+        int end = j + a.page_size - offset < count ? j + a.page_size - offset : count;
+        for (; j < end; ++j, k += k_step, v += v_step) {
+            b.keys[j] = k;
+            b.values[j] = v;
+        }
+    }
+}
+// Of the 16 rows from here on, as the processor cannot guess where the next page is.
+inline void fetch(const char* const* rows, int64_t offset, int64_t size) {
+    for (int j = 0; j < TILE; ++j)
+        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows[j] + offset + i, 0, 2);
+}
+
+// One row of a block of scores becomes weights; what has been summed up so far is scaled to the new
+// largest score. The exponent's base is 2 for 16 bits, whose roundings are far above exp2's error.
+template <class Layout>
+inline void weigh(const Attention& a, Sight sight, int32_t first, int tiles, float* scores,
+                  typename Layout::Value* weights, float& most, float* totals, float* sums, int64_t size) {
+    bool whole = sight.low <= first && sight.high >= first + tiles * TILE;
+    float scale = a.scale;
+    if (!whole || a.softcap != 0 || !(scale > 0)) {
+        for (int t = 0; t < tiles; ++t) {
+            F x = load(scores + t * TILE) * set1(scale);
+            if (a.softcap != 0) x = tanh(x * set1(1 / a.softcap)) * set1(a.softcap);
+            if (!whole) x = keep(x, sight.low - first - t * TILE, sight.high - first - t * TILE);
+            store(scores + t * TILE, x);
+        }
+        scale = 1;
+    }
+    F top = set1(-INFINITY);
+    for (int t = 0; t < tiles; ++t) top = max(top, load(scores + t * TILE));
+    float peak = largest(top) * scale;
+    F total = load(totals);
+    if (peak > most) {
+        F factor = set1(most > -INFINITY ? std::exp(most - peak) : 0);
+        most = peak;
+        total = total * factor;
+        for (int64_t i = 0; i < size; i += TILE) store(sums + i, load(sums + i) * factor);
+    }
+    float shift = most > -INFINITY ? most : 0;
+    for (int t = 0; t < tiles; ++t) {
+        F weight = Layout::exp_of(load(scores + t * TILE), scale, shift);
+        total = total + weight;
+        Layout::put_weight(weights + t * TILE, weight);
+    }
+    store(totals, total);
+}
+
+#if ROOFTILE_BF16
+#include "few.h"
+#endif
+
 template <class Layout>
 inline void attend(const Attention& a, const Item& item, const Partials& partials, const char* zeros) {
     using Value = typename Layout::Value;
@@ -140,9 +277,8 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
     int64_t v_padded = up(a.v_dim, TILE), v_tiles = v_padded / TILE;
     int64_t begin = a.cu_seqlens_q[item.request];
     int64_t q_len = a.cu_seqlens_q[item.request + 1] - begin, kv_len = a.kv_lens[item.request];
-    const int32_t* table = a.page_table + item.request * a.table_row;
     int64_t v_tile = BLOCK_KEYS / Layout::DEPTH * TILE, k_tile = k_padded / Layout::DEPTH * TILE;
-    int64_t bytes = dtype_bytes(a.dtype), k_step = a.k.slot * bytes, v_step = a.v.slot * bytes;
+    int64_t bytes = dtype_bytes(a.dtype);
 
     Memory memory(up(ROWS * k_padded * 4, 64) + up(KEY_TILES * k_tile * 4, 64) +
                   up(v_tiles * v_tile * 4, 64) + ROWS * (BLOCK_KEYS * 8 + v_padded * 4 + TILE * 4));
@@ -156,7 +292,7 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
     auto sums = reinterpret_cast<float*>(take(ROWS * v_padded * 4));
     auto totals = reinterpret_cast<float*>(take(ROWS * TILE * 4));
     float most[ROWS];
-    int32_t low[ROWS], high[ROWS];  // keys that a row sees
+    Sight sight[ROWS];
 
     for (int r = 0; r < item.rows; ++r) {
         int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
@@ -164,52 +300,26 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
         for (int64_t i = a.k_dim; i < k_padded; ++i) row[i] = 0;
         get(row, a.q, (begin + query) * a.q_token + head * a.q_head, a.k_dim, a.q_dtype);
         put(q + r * k_padded, row, k_padded);
-        int64_t position = kv_len - q_len + query;
-        int64_t from = a.left < 0 ? 0 : position - a.left, to = a.right < 0 ? kv_len : position + a.right + 1;
-        low[r] = static_cast<int32_t>(from < 0 ? 0 : from);
-        high[r] = static_cast<int32_t>(to > kv_len ? kv_len : to);
+        sight[r] = sight_of(a, kv_len - q_len + query, kv_len);
         most[r] = -INFINITY;
         store(totals + r * TILE, zero());
         for (int64_t i = 0; i < v_padded; i += 16) store(sums + r * v_padded + i, zero());
     }
 
-    // Where each key and value of a block lies; zeros up to a whole tile.
-    struct Block {
-        const char *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
-        int tiles;
-    } blocks[2];
-    auto locate = [&](int32_t first, Block& b) {
-        int count = item.end - first < BLOCK_KEYS ? item.end - first : BLOCK_KEYS;
-        count = count < 0 ? 0 : count;
-        b.tiles = (count + TILE - 1) / TILE;
-        for (int j = 0; j < count;) {
-            int32_t column = (first + j) / a.page_size, offset = (first + j) - column * a.page_size;
-            int64_t page = table[column];
-            const char* k = a.k.data + (page * a.k.page + item.kv_head * a.k.head + offset * a.k.slot) * bytes;
-            const char* v = a.v.data + (page * a.v.page + item.kv_head * a.v.head + offset * a.v.slot) * bytes;
-            int end = j + a.page_size - offset < count ? j + a.page_size - offset : count;
-            for (; j < end; ++j, k += k_step, v += v_step) {
-                b.keys[j] = k;
-                b.values[j] = v;
-            }
-        }
-        for (int j = count; j < b.tiles * TILE; ++j) b.keys[j] = b.values[j] = zeros;
+    Block blocks[2];
+    auto locate_padded = [&](int32_t first, Block& b) {
+        locate(a, item, first, b);
+        for (int j = b.count; j < b.tiles * TILE; ++j) b.keys[j] = b.values[j] = zeros;
     };
-    // The processor cannot guess where the next page is.
-    auto fetch = [](const char* const* rows, int64_t size) {
-        for (int j = 0; j < TILE; ++j)
-            for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows[j] + i, 0, 2);
-    };
-
-    locate(item.first, blocks[0]);
+    locate_padded(item.first, blocks[0]);
     int now = 0;
     for (int32_t first = item.first; first < item.end; first += BLOCK_KEYS, now ^= 1) {
         const Block& b = blocks[now];
         Block& next = blocks[now ^ 1];
-        locate(first + BLOCK_KEYS, next);
+        locate_padded(first + BLOCK_KEYS, next);
         int tiles = b.tiles;
         for (int t = 0; t < tiles; ++t) {
-            if (t < next.tiles) fetch(next.keys + t * TILE, a.k_dim * bytes);
+            if (t < next.tiles) fetch(next.keys + t * TILE, 0, a.k_dim * bytes);
             Layout::pack_keys(b.keys + t * TILE, a.dtype, a.k_dim, k_padded, keys + t * k_tile);
         }
         for (int r = 0; r < item.rows;) {
@@ -228,37 +338,11 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
             }
             r += m;
         }
-        for (int r = 0; r < item.rows; ++r) {
-            float* s = scores + r * BLOCK_KEYS;
-            Value* w = weights + r * BLOCK_KEYS;
-            bool whole = low[r] <= first && high[r] >= first + tiles * TILE;
-            F top = set1(-INFINITY);
-            for (int t = 0; t < tiles; ++t) {
-                F x = load(s + t * TILE) * set1(a.scale);
-                if (a.softcap != 0) x = tanh(x * set1(1 / a.softcap)) * set1(a.softcap);
-                if (!whole) x = keep(x, low[r] - first - t * TILE, high[r] - first - t * TILE);
-                store(s + t * TILE, x);
-                top = max(top, x);
-            }
-            float peak = largest(top);
-            if (peak > most[r]) {
-                float factor = most[r] > -INFINITY ? std::exp(most[r] - peak) : 0;
-                most[r] = peak;
-                F f = set1(factor);
-                store(totals + r * TILE, load(totals + r * TILE) * f);
-                for (int64_t i = 0; i < v_padded; i += 16)
-                    store(sums + r * v_padded + i, load(sums + r * v_padded + i) * f);
-            }
-            F shift = set1(most[r] > -INFINITY ? most[r] : 0), total = load(totals + r * TILE);
-            for (int t = 0; t < tiles; ++t) {
-                F weight = exp(load(s + t * TILE) - shift);
-                total = total + weight;
-                Layout::put_weight(w + t * TILE, weight);
-            }
-            store(totals + r * TILE, total);
-        }
+        for (int r = 0; r < item.rows; ++r)
+            weigh<Layout>(a, sight[r], first, tiles, scores + r * BLOCK_KEYS, weights + r * BLOCK_KEYS,
+                          most[r], totals + r * TILE, sums + r * v_padded, v_padded);
         for (int t = 0; t < tiles; ++t) {
-            if (t < next.tiles) fetch(next.values + t * TILE, a.v_dim * bytes);
+            if (t < next.tiles) fetch(next.values + t * TILE, 0, a.v_dim * bytes);
             Layout::pack_values(b.values + t * TILE, a.dtype, TILE, a.v_dim, v_tile,
                                 values + t * TILE / Layout::DEPTH * TILE);
         }
@@ -281,39 +365,7 @@ inline void attend(const Attention& a, const Item& item, const Partials& partial
         }
     }
 
-    if (item.split < 0) {
-        for (int r = 0; r < item.rows; ++r) {
-            int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
-            finish_row(a, begin + query, head, sums + r * v_padded, most[r],
-                       sum(load(totals + r * TILE)), scratch(v_padded));
-        }
-        return;
-    }
-    float* mine = partials.values + (partials.start[item.split] + item.part) * partials.each;
-    for (int r = 0; r < item.rows; ++r) {
-        memcpy(mine + r * v_padded, sums + r * v_padded, static_cast<size_t>(v_padded) * 4);
-        mine[ROWS * v_padded + r] = most[r];
-        mine[ROWS * (v_padded + 1) + r] = sum(load(totals + r * TILE));
-    }
-    // Whoever finishes a split merges all its parts, always in their order.
-    if (partials.finished[item.split].fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
-    const float* all = partials.values + partials.start[item.split] * partials.each;
-    for (int r = 0; r < item.rows; ++r) {
-        float peak = -INFINITY, denominator = 0;
-        for (int p = 0; p < item.parts; ++p) {
-            float one = all[p * partials.each + ROWS * v_padded + r];
-            peak = one > peak ? one : peak;
-        }
-        for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] = 0;
-        for (int p = 0; p < item.parts; ++p) {
-            const float* one = all + p * partials.each;
-            float top = one[ROWS * v_padded + r], factor = top > -INFINITY ? std::exp(top - peak) : 0;
-            denominator += factor * one[ROWS * (v_padded + 1) + r];
-            for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] += factor * one[r * v_padded + i];
-        }
-        int64_t query = (item.row + r) / group, head = item.kv_head * group + (item.row + r) % group;
-        finish_row(a, begin + query, head, sums + r * v_padded, peak, denominator, scratch(v_padded));
-    }
+    deliver(a, item, item.kv_head, partials, sums, most, totals);
 }
 
 void attention(const Attention& a, int threads) {
@@ -321,6 +373,18 @@ void attention(const Attention& a, int threads) {
     std::vector<Item> items;
     std::vector<int32_t> starts;
     int32_t parts_in_all = 0;
+#if ROOFTILE_BF16
+    bool few = few_fits(a);
+#else
+    bool few = false;
+#endif
+    int64_t keys_of_few = 0;
+    for (int32_t i = 0; few && i < a.batch; ++i) {
+        bool fits = (a.cu_seqlens_q[i + 1] - a.cu_seqlens_q[i]) * group <= FEW_ROWS;
+        keys_of_few += fits ? a.kv_lens[i] : 0;
+    }
+    // Heads are shared out only where there is little to do, which changes no result.
+    bool together = keys_of_few / PART >= 4 * threads;
     for (int32_t i = 0; i < a.batch; ++i) {
         int64_t q_len = a.cu_seqlens_q[i + 1] - a.cu_seqlens_q[i], kv_len = a.kv_lens[i];
         int64_t rows = q_len * group;
@@ -335,18 +399,17 @@ void attention(const Attention& a, int threads) {
             end = end > kv_len ? kv_len : end;
             if (end < first) end = first;
             bool cut = rows <= ROWS && end - first > LONG;
-            int32_t parts = cut ? static_cast<int32_t>((end - first + PART - 1) / PART) : 1;
-            for (int32_t h = 0; h < a.num_kv_heads; ++h) {
+            int64_t base = first / TILE * TILE;
+            int32_t parts = cut ? static_cast<int32_t>((end - base + PART - 1) / PART) : 1;
+            int32_t heads = together && rows <= FEW_ROWS ? a.num_kv_heads : 1;
+            for (int32_t h = 0; h < a.num_kv_heads; h += heads) {
                 int32_t split = cut ? static_cast<int32_t>(starts.size()) : -1;
-                if (cut) {
-                    starts.push_back(parts_in_all);
-                    parts_in_all += parts;
-                }
+                for (int32_t i = 0; cut && i < heads; ++i, parts_in_all += parts) starts.push_back(parts_in_all);
                 for (int32_t p = 0; p < parts; ++p) {
-                    int64_t from = first + p * PART, to = cut && p + 1 < parts ? from + PART : end;
-                    items.push_back({i, h, static_cast<int32_t>(row), static_cast<int32_t>(count),
+                    int64_t from = p ? base + p * PART : first, to = p + 1 < parts ? base + (p + 1) * PART : end;
+                    items.push_back({i, h, heads, static_cast<int32_t>(row), static_cast<int32_t>(count),
                                      static_cast<int32_t>(from), static_cast<int32_t>(to), p, parts,
-                                     split});
+                                     split, few && rows <= FEW_ROWS});
                 }
             }
         }
@@ -358,14 +421,26 @@ void attention(const Attention& a, int threads) {
     Memory memory(zero_bytes + parts_in_all * each * 4);
     memset(memory.data, 0, static_cast<size_t>(zero_bytes));
     Partials partials{reinterpret_cast<float*>(memory.data + zero_bytes), each, finished.data(), starts.data()};
-    parallel(threads, static_cast<int64_t>(items.size()), [&](int64_t i) {
+    // Where there are many small items, a thread takes some in a row, and fetches the next one's keys
+    // while it computes.
+    int64_t count = static_cast<int64_t>(items.size()), most_chunks = 8 * static_cast<int64_t>(threads);
+    int64_t chunks = together && count > most_chunks ? most_chunks : count;
+    parallel(threads, chunks, [&](int64_t chunk) {
+        int64_t end = count * (chunk + 1) / chunks;
+        for (int64_t i = count * chunk / chunks; i < end; ++i) {
+            const Item* item = &items[static_cast<size_t>(i)];
 #if ROOFTILE_BF16
-        if (a.dtype == BFLOAT16) {
-            attend<Paired>(a, items[static_cast<size_t>(i)], partials, memory.data);
-            return;
-        }
+            if (item->few) {
+                attend_few(a, *item, i + 1 < end && item[1].few ? item + 1 : nullptr, partials);
+                continue;
+            }
+            if (a.dtype == BFLOAT16) {
+                attend<Paired>(a, *item, partials, memory.data);
+                continue;
+            }
 #endif
-        attend<Single>(a, items[static_cast<size_t>(i)], partials, memory.data);
+            attend<Single>(a, *item, partials, memory.data);
+        }
     });
     // Tokens after the last request are padding.
     int64_t used = a.batch ? a.cu_seqlens_q[a.batch] : 0, heads = a.num_q_heads;
