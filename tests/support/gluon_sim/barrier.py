@@ -15,7 +15,7 @@ class MBarrier:
         self.phase = 0
         self.pending = 0
         self.bytes = 0
-        self.guards: SharedTile | None = None  # turned to NaN whenever a phase completes
+        self.guards: tuple[SharedTile, ...] = ()  # turned to NaN whenever a phase completes
 
     def init(self, count: int) -> None:
         self.count = self.pending = count
@@ -41,8 +41,8 @@ class MBarrier:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
-            if self.guards is not None:
-                self.guards.poison()
+            for tile in self.guards:
+                tile.poison()
 
 
 class MBarriers:

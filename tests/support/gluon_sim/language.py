@@ -99,6 +99,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if found:
         machine.named_barrier(found[1], int(found[2]), int(found[3]))
         return args[0]
+    if asm == "mov.b32 $0, $1;":
+        return args[0]
     if "vote.sync.any" in asm:
         changed = (args[0] != 1.0).as_subclass(Tensor).view(-1, ROWS_OF_A_WARP)
         return tile(changed.any(1, keepdim=True).expand_as(changed).reshape(-1).to(torch.int32))
@@ -108,6 +110,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     found = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", asm)
     if found:
         return args[0].to(torch.bfloat16 if found[1] == "bf16" else torch.float16)
+    if asm.startswith("griddepcontrol."):
+        return args[0]  # launches follow one another
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
 
 
@@ -131,6 +135,7 @@ def modules() -> dict[str, ModuleType]:
         "NVMMASharedLayout",
         "BlockedLayout",
         "SwizzledSharedLayout",
+        "DistributedLinearLayout",
     )
     gl = _module(
         "triton.experimental.gluon.language",
@@ -140,12 +145,14 @@ def modules() -> dict[str, ModuleType]:
         constexpr=lambda value: value,
         bfloat16=torch.bfloat16,
         float16=torch.float16,
+        float8e4nv=torch.float8_e4m3fn,
         float32=torch.float32,
         int32=torch.int32,
         int64=torch.int64,
         static_range=range,
         static_assert=_static_assert,
         to_tensor=lambda value: value,
+        cast=lambda value, dtype: value.to(dtype) if isinstance(value, Tensor) else value,
         cdiv=lambda a, b: -(-a // b),
         program_id=lambda axis: machine.role().cta.program_id[axis],
         num_programs=lambda axis: machine.role().cta.launch.grid[axis],
@@ -157,10 +164,13 @@ def modules() -> dict[str, ModuleType]:
         max=lambda x, axis: x.amax(axis),
         sum=_sum,
         exp2=torch.exp2,
+        erf=torch.erf,
         log2=torch.log2,
         where=where,
+        multiple_of=lambda x, values: x,
+        max_contiguous=lambda x, values: x,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         map_elementwise=map_elementwise,
         inline_asm_elementwise=inline_asm,
         allocate_shared_memory=machine.allocate_shared_memory,
@@ -168,6 +178,8 @@ def modules() -> dict[str, ModuleType]:
         load=machine.load,
         store=machine.store,
         atomic_add=machine.atomic_add,
+        atomic_xchg=machine.atomic_xchg,
+        thread_barrier=machine.thread_barrier,
     )
     tma = _module(
         "tma",

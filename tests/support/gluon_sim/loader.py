@@ -10,6 +10,10 @@ from typing import Any
 from tests.support.gluon_sim import language
 
 _OURS = ("rooftile.kernels.gluon", "rooftile.kernels.triton_version")
+_RINGS = (  # file, class, shared tiles of a stage
+    ("ring", "Ring", ("buffers",)),
+    ("operands", "OperandRing", ("a_tiles", "b_tiles")),
+)
 _cache: dict[str, ModuleType] = {}
 _simulated: dict[str, ModuleType] = {}
 
@@ -40,8 +44,10 @@ def _import(names: list[str]) -> None:
     try:
         for name in names:
             _cache[name] = importlib.import_module(name)
+        for file, ring, tiles in _RINGS:
+            module = importlib.import_module(f"rooftile.kernels.gluon.tile.{file}")
+            _poison_released_stages(getattr(module, ring), tiles)
         _simulated.update({n: m for n, m in sys.modules.items() if n.startswith(_OURS)})
-        _poison_released_stages(sys.modules["rooftile.kernels.gluon.tile.ring"])
     finally:
         for name in [n for n in sys.modules if n.startswith((*_OURS, "triton"))]:
             if name == "triton" or name.startswith(("triton.", *_OURS)):
@@ -55,16 +61,23 @@ def _import(names: list[str]) -> None:
                 delattr(kernels, name)
 
 
-def _poison_released_stages(ring: Any) -> None:
-    """Makes a stage NaN the moment its last consumer has released it."""
-    original = ring.Ring.__init__
+def _stage(tiles: Any, i: int, ring: Any) -> Any:
+    """Stage i of a ring's tiles, of which there may be several in a stage."""
+    stages = len(ring.empty.barriers)
+    each = tiles.shape[0] // stages
+    return tiles.index(i) if each == 1 else tiles.slice(i * each, each)
+
+
+def _poison_released_stages(ring: Any, tiles: tuple[str, ...]) -> None:
+    """Makes the tiles of a stage NaN the moment its last consumer has released it."""
+    original = ring.__init__
     if getattr(original, "poisons", False):
         return
 
-    def init(self: Any, buffers: Any, full: Any, empty: Any, *rest: Any) -> None:
-        original(self, buffers, full, empty, *rest)
-        for i, barrier in enumerate(empty.barriers):
-            barrier.guards = buffers.index(i)
+    def init(self: Any, *fields: Any) -> None:
+        original(self, *fields)
+        for i, barrier in enumerate(self.empty.barriers):
+            barrier.guards = tuple(_stage(getattr(self, name), i, self) for name in tiles)
 
     init.poisons = True  # type: ignore[attr-defined]
-    ring.Ring.__init__ = init
+    ring.__init__ = init

@@ -56,6 +56,7 @@ class Role:
         self.threads = 32 * warps
         self.products: list[Product] = []
         self.stores: list[Store] = []
+        self.last_poll: tuple[int, int, Any] | None = None
 
 
 class Launch:
@@ -334,11 +335,8 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
         product.retired = True
     results = []
     for dep in deps:
-        if isinstance(dep, Product):
-            if not dep.retired:
-                raise SimulationError("a product in `deps` is still in flight after the wait")
-            dep = dep.evaluate()
-        results.append(dep)
+        # One that is still in flight goes on as it is, and raises when it is used as a tile.
+        results.append(dep.evaluate() if isinstance(dep, Product) and dep.retired else dep)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -371,8 +369,27 @@ def store(target: Pointer, value: Any, mask: Any = None) -> None:
     scheduler().pause()
 
 
-def atomic_add(target: Pointer, value: int) -> Any:
+def atomic_add(target: Pointer, value: int, sem: str = "acq_rel", scope: str = "gpu") -> Any:
+    scheduler().pause()
+    memory, at = target.memory, int(target.offset)
+    before = memory[at].item()
+    if value == 0:  # a poll; the same answer twice: wait for another, so that a deadlock shows
+        poll = (memory.data_ptr(), at, before)
+        if poll == role().last_poll:
+            scheduler().pause(lambda: memory[at].item() != before, f"a change of flag {at}")
+            before = memory[at].item()
+        role().last_poll = (memory.data_ptr(), at, before)
+    memory[at] += value
+    return before
+
+
+def atomic_xchg(target: Pointer, value: int, sem: str = "acq_rel", scope: str = "gpu") -> Any:
     scheduler().pause()
     before = target.memory[int(target.offset)].item()
-    target.memory[int(target.offset)] += value
+    target.memory[int(target.offset)] = value
+    scheduler().pause()
     return before
+
+
+def thread_barrier() -> None:
+    scheduler().pause()

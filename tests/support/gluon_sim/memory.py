@@ -19,6 +19,11 @@ class Tile(torch.Tensor):
     def to(self, dtype: Any, *, bitcast: bool = False) -> Tile:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype)
 
+    def split(self) -> tuple[Tile, Tile]:  # type: ignore[override]
+        """The two halves along the last dimension, which has size 2."""
+        first, second = self.unbind(-1)
+        return first, second
+
 
 def tile(x: Tensor) -> Tile:
     return x.as_subclass(Tile)
@@ -44,8 +49,21 @@ class SharedTile:
     def reshape(self, shape: Sequence[int]) -> SharedTile:
         return SharedTile(self.data.view(*shape), self.unfenced.view(*shape))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedTile:
+        if start < 0 or start + length > self.data.shape[dim]:
+            raise SimulationError(f"slice {start}:{start + length} of {self.data.shape[dim]}")
+        return SharedTile(
+            self.data.narrow(dim, start, length), self.unfenced.narrow(dim, start, length)
+        )
+
     def permute(self, order: Sequence[int]) -> SharedTile:
         return SharedTile(self.data.permute(*order), self.unfenced.permute(*order))
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Boxes:
+        """Swizzled tiles [stages, rows, columns] as the boxes that they consist of."""
+        if dtype != self.dtype or math.prod(shape) != self.data.numel():
+            raise SimulationError(f"{self.dtype} {self.shape} seen as {dtype} {list(shape)}")
+        return Boxes(self, list(shape[1:]))
 
     @property
     def shape(self) -> list[int]:
@@ -62,6 +80,24 @@ class SharedTile:
         self.unfenced.fill_(-1)
 
 
+class Boxes:
+    """Tiles [stages, rows, columns] by boxes of fewer rows and columns, counted along the rows
+    first, then along the columns, then by stages: how 128-byte swizzled tiles lie in memory."""
+
+    def __init__(self, tiles: SharedTile, box: list[int]) -> None:
+        self.tiles = tiles
+        self.box = box
+
+    def index(self, i: int) -> SharedTile:
+        rows, columns = math.prod(self.box[:-1]), self.box[-1]
+        _, tile_rows, tile_columns = self.tiles.shape
+        i, row = divmod(int(i), tile_rows // rows)
+        stage, column = divmod(i, tile_columns // columns)
+        part = self.tiles.index(stage)
+        part = part.slice(row * rows, rows, 0).slice(column * columns, columns, 1)
+        return part.reshape(self.box)
+
+
 def nothing(dtype: torch.dtype) -> float | int:
     """What memory that nobody wrote is filled with."""
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -73,6 +109,7 @@ class Pointer:
     def __init__(self, memory: Tensor, offset: Any) -> None:
         self.memory = memory
         self.offset = offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)

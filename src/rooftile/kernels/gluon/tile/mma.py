@@ -24,10 +24,10 @@ wait = warpgroup_mma_wait
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns):
-    """Layout of a [64, columns] float32 accumulator of one warpgroup."""
+def accumulator_layout(columns, bits=16):
+    """Layout of a [64, columns] float32 accumulator of one warpgroup; bits: of an operand."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
     )
 
 
