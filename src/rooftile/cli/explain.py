@@ -21,7 +21,7 @@ SHOWN_BLOCKS = 4
 
 
 def explain(
-    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention")],
+    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention or decode")],
     case: Annotated[
         str, typer.Argument(metavar="CASE", help="Such as 'b1 s16384 h16/16 d128 causal'.")
     ],
@@ -41,10 +41,21 @@ def explain(
 ) -> None:
     """What a tile of attention does on a machine: clocks of each stage on each unit.
 
-    Nothing runs: a model made of data-sheet rates and counted work, with latencies left out.
+    For `decode`, such as 'b64 loguniform128..32k h32/8 d128 page16': which SM works on which
+    request when, without splitting, with equal splits, and as planned. Nothing runs: a model made
+    of data-sheet rates and counted work, with latencies left out.
     """
+    if operator == "decode":
+        from rooftile.cli.explain_decode import explain_decode
+
+        if rows is not None or block is not None:
+            raise ValueError("--rows and --block are of attention; leave them out with decode")
+        explain_decode(case, machine, plot)
+        return
     if operator != "attention":
-        raise ValueError(f"there is nothing to explain about {operator!r}; choose attention")
+        raise ValueError(
+            f"there is nothing to explain about {operator!r}; choose attention or decode"
+        )
 
     from rich.console import Console
 

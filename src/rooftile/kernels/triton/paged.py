@@ -22,7 +22,7 @@ from rooftile.kernels import Kernel
 from rooftile.kernels.triton.append import append_kv, append_supports
 from rooftile.kernels.triton.merge import merge_parts
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
-from rooftile.planning.hardware import H200
+from rooftile.planning.split_cost import ITEM_CLOCKS, tile_clocks
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
 
@@ -425,22 +425,10 @@ def split_of(call: Any, batch: int, tokens: int, max_q_len: int, max_kv_len: int
         tile_cost=tuple(
             tile_clocks(rows, config.block, dims, kv_dtype.itemsize) for rows in config.tile_rows
         ),
-        item_cost=2500,
+        item_cost=ITEM_CLOCKS,
         num_ctas=_units() * config.ctas_per_unit,
         min_piece=2,
         piece=PIECE_TOKENS // config.block if call.batch_invariant else 0,
-    )
-
-
-def tile_clocks(rows: int, block: int, dims: int, itemsize: int) -> int:
-    """What a KV tile costs: reading it where all units read, or computing, whichever is more.
-
-    Large query tiles mostly find in the cache what their neighbours have read.
-    """
-    read = block * dims * itemsize * H200.units * H200.clock / H200.bandwidth
-    product = 2 * rows * block * dims / (H200.matrix_flops_per_clock / 2)
-    return round(
-        max(read if rows < 128 else read / 2, product + rows * block / H200.exps_per_clock)
     )
 
 
