@@ -51,7 +51,12 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
         "factor": "fp32",
         "softcap": "fp32",
     }
-    return compile_for_hopper(attention_kernel, types, dict(constants(config, **features)))
+    return compile_for_hopper(
+        attention_kernel,
+        types,
+        dict(constants(config, **features)),
+        most_registers=config.most_registers,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,8 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
     code = compiled(name, features)
     config = CONFIGS[name]
     assert code.spills() == 0
-    assert code.shared_bytes <= SHARED_MEMORY
+    # An SM has 1 KB more than a lone CTA may take, and keeps 1 KB of each CTA's for itself.
+    assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
     assert code.count("UTMALDG")
     assert code.count("UTMASTG")
     assert code.count("HGMMA")
@@ -83,7 +89,10 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
     exponentials = config.block // 2  # a thread's share of a block's 64 rows
     for loop in loops:
         assert loop.hazards() == []
-        if loop.count("HGMMA.64x"):
+        # Each product is in flight as a whole: ptxas waits after every instruction of it where
+        # registers run short.
+        assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
+        if loop.count("HGMMA.64x") and config.overlapped:
             assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
 
 

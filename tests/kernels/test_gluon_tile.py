@@ -119,7 +119,7 @@ def test_ragged_coordinates_reach_the_right_rows(
     """The wrapping addresses: inside a sequence each row is where it is, outside nothing is."""
     tokens, heads = max(sum(lengths), 1), 2
     x = torch.empty_strided((tokens, heads, 8), (stride * heads, stride, 1), dtype=torch.float16)
-    desc = ROWS.describe_ragged(x, 4, 64).checked()
+    desc = ROWS.describe_ragged(x, 4, 64).at(x)
     sequence = data.draw(st.integers(0, len(lengths) - 1))
     head = data.draw(st.integers(0, heads - 1))
     start, length = sum(lengths[:sequence]), lengths[sequence]
@@ -133,7 +133,7 @@ def test_ragged_coordinates_reach_the_right_rows(
 
 def test_a_dense_box_past_the_end_is_clipped() -> None:
     x = torch.zeros(2, 10, 3, 16, dtype=torch.bfloat16)
-    desc = ROWS.describe(x, 64, 64).checked()
+    desc = ROWS.describe(x, 64, 64).at(x)
     _, inside = desc.addresses(ROWS.coordinates(False, 1, 2, 0, 0, 8))
     assert inside[0, 0, :, :16].all(1).tolist() == [True, True] + [False] * 62
     assert not bool(inside[..., 16:].any())

@@ -39,13 +39,18 @@ def descriptor_type(box: list[int], dtype: Any = gl.bfloat16) -> str:
 
 
 def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], num_warps: int = 4
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    most_registers: int | None = None,
 ) -> MachineCode:
-    """types: of the run-time arguments; constants: the compile-time ones."""
+    """types: of the run-time arguments; constants: the compile-time ones; most_registers: of a thread
+    at launch, `None` for the compiler's choice."""
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(fn=kernel, signature=signature, constexprs=dict(constants))
-    options = {"num_warps": num_warps}
+    options = {"num_warps": num_warps, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     return MachineCode(_disassemble(compiled.asm["cubin"]), compiled.metadata.shared)
 

@@ -4,7 +4,9 @@ Machine code is checked on Triton 3.6; newer versions rename what is chosen here
 module needs Triton, not a GPU.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -15,9 +17,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TRITON_VERSION",
+    "BareKernel",
     "GluonASTSource",
     "TensorDescriptor",
     "aggregate",
+    "bare_kernel",
     "relaunch",
     "tma_load",
     "tma_store",
@@ -55,4 +59,59 @@ def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...]) -> None:
         *(ctas, 1, 1, stream, compiled.function, compiled.packed_metadata, None),
         *(hooks.launch_enter_hook, hooks.launch_exit_hook),
         *arguments,
+    )
+
+
+@dataclass(frozen=True)
+class BareKernel:
+    """A compiled kernel's launcher without what Triton wraps around it."""
+
+    launch: Callable[..., None]
+    current_stream: Callable[[int], int]
+    fill_tensor_map: Callable[..., Any]
+    # Function, cooperative, dependent, two kinds of scratch memory, metadata, three hooks' places.
+    handles: tuple[Any, ...]
+    tensor_maps: tuple[dict[str, Any], ...]
+
+    def describe(
+        self, i: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """The arguments that stand for descriptor i: its encoded map, shape and strides."""
+        meta = self.tensor_maps[i]
+        encoded = self.fill_tensor_map(
+            *(address, meta["swizzle"], meta["elem_size"], meta["elem_type"]),
+            *(meta["block_size"], list(shape), list(strides), 0),
+        )
+        return (encoded, *shape, *strides)
+
+    def run(self, ctas: int, device: int, arguments: list[Any], tail: tuple[Any, ...]) -> None:
+        """arguments: described descriptors and addresses; tail: numbers and constants."""
+        stream = self.current_stream(device)
+        self.launch(ctas, 1, 1, stream, *self.handles, *arguments, *tail)
+
+
+def bare_kernel(compiled: Any) -> BareKernel | None:
+    """The launcher under Triton 3.6's, or `None` where this version has another one."""
+    runner = compiled.run
+    if TRITON_VERSION != (3, 6) or runner.global_scratch_size or runner.profile_scratch_size:
+        return None
+    inner = runner.launch
+    maps: tuple[Any, ...] = ()
+    if inspect.isfunction(inner):  # the wrapper that encodes tensor maps for each call
+        closure = inspect.getclosurevars(inner).nonlocals
+        inner, maps = closure["launcher"], tuple(closure["tensordesc_meta"])
+    if not all(maps):
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    driver = triton.runtime.driver.active
+    return BareKernel(
+        inner,
+        driver.get_current_stream,
+        driver.utils.fill_tma_descriptor,
+        (
+            *(compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None),
+            *(compiled.packed_metadata, None, None, None),
+        ),
+        tuple({**m, "elem_type": TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]]} for m in maps),
     )

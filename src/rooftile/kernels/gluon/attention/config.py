@@ -14,10 +14,20 @@ class Config:
     consumer_registers: int
     producer_registers: int
     turns: int = 1
+    overlapped: bool = True  # the softmax of a block runs under the product of the one before
+    ctas: int = 1  # that share an SM
     lazy: bool = True
     software_share: int = 0
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
+
+    @property
+    def most_registers(self) -> int | None:
+        """Registers a thread at launch, so that `ctas` fit; `None`: what a lone CTA may have."""
+        if self.ctas == 1:
+            return None
+        warps = 4 * (self.groups + 1)  # the producer's warp counts as four
+        return 2**16 // (32 * warps * self.ctas) // 8 * 8
 
     @property
     def tile_rows(self) -> int:
@@ -29,10 +39,12 @@ CONFIGS = {
     128: Config(128, 2, 128, 2, 240, 24, turns=2),
     256: Config(256, 2, 64, 2, 240, 24, own_output=False),
 }
-# Tiles of 128 rows instead of 192 at head dim 64: less waste at short lengths and on the diagonal.
-# H200, share of cuDNN with 128 and 192 rows: full s256 0.91, 0.56, s512 0.96, 0.94, s768 0.97, 1.06;
-# causal s512 0.91, 0.74, s2048 0.94, 0.89, s8192 0.98, 1.02.
-SHORT_64 = Config(64, 2, 128, 2, 240, 24, turns=2)
+# Short sequences at head dim 64: tiles of 128 rows waste less than 192, also on the diagonal, and two
+# CTAs of two warpgroups overlap each other where a tile has too few blocks to overlap its own.
+# H200, share of cuDNN with this, with 128 rows in one CTA and with 192: full s256 1.05, 0.95, 0.70,
+# s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
+# s8192 1.10, 0.98, 1.11.
+SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2)
 SHORT_Q_LEN = 512
 SHORT_CAUSAL_Q_LEN = 4096
 UNBOUNDED = 2**30  # beyond every length

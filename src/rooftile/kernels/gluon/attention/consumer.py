@@ -112,6 +112,147 @@ def next_block(
 
 
 @gluon.jit
+def _overlapped(
+    problem,
+    q,
+    k_ring,
+    v_ring,
+    fill,  # of the tile's first K and V
+    blocks,
+    last,  # number of the first block, which holds the last of the keys
+    softmax,
+    rows,
+    columns,
+    low,
+    high,
+    offset,
+    kv_len,
+    dtype: gl.constexpr,
+    group: gl.constexpr,
+    S: gl.constexpr,
+    O: gl.constexpr,  # noqa: E741
+):
+    """All blocks of a tile, the softmax of one under the product of the one before.
+
+    Returns the output with its last product still in flight, the weights and V that it reads, the
+    softmax, and the fill that follows.
+    """
+    block: gl.constexpr = problem.block
+    v_dim: gl.constexpr = v_ring.columns
+    # The first block: nothing to overlap it with.
+    k_ring.arrived(fill)
+    take_turn(group, problem.turns)
+    s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
+    s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+    pass_turn(group, problem.turns)
+    s = wait(0, deps=[s])
+    k_ring.release(fill)
+    factor = problem.factor
+    if problem.has_softcap:
+        s = soft_cap(s, problem.factor, problem.softcap)
+        factor = 1.0
+    if (last < low) | (last >= high):
+        s = hide(problem, s, rows, last * block + columns, offset, kv_len)
+    p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+    weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
+    o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+    v_fill = fill
+    fill = k_ring.after(fill)
+    k_ring.arrived(fill, pred=blocks > 1)
+
+    for i in range(1, blocks):
+        at = fill
+        o, weights, softmax, fill = next_block(
+            problem,
+            q,
+            k_ring,
+            v_ring,
+            fill,
+            v_fill,
+            i + 1 < blocks,
+            o,
+            weights,
+            softmax,
+            rows,
+            columns,
+            last - i,
+            low,
+            high,
+            offset,
+            kv_len,
+            group,
+            S,
+            O,
+        )
+        v_fill = at
+
+    v_ring.arrived(v_fill)
+    o = multiply(weights, v_ring.tile(v_fill), o)
+    return o, weights, v_fill, softmax, fill
+
+
+@gluon.jit
+def _in_order(
+    problem,
+    q,
+    k_ring,
+    v_ring,
+    fill,
+    blocks,
+    last,
+    softmax,
+    rows,
+    columns,
+    low,
+    high,
+    offset,
+    kv_len,
+    row0,
+    dtype: gl.constexpr,
+    S: gl.constexpr,
+    O: gl.constexpr,  # noqa: E741
+):
+    """As `_overlapped`, one step after the other: few registers, so that four warpgroups share an
+    SM, and they overlap each other."""
+    block: gl.constexpr = problem.block
+    v_dim: gl.constexpr = v_ring.columns
+    skipped = 0
+    if problem.has_right:
+        # The last keys are for the other warpgroups' rows.
+        first, mine = problem.keys_of(row0, GROUP_ROWS, kv_len - offset, kv_len)
+        skipped = gl.maximum(last + 1 - first - mine, 0)  # rows past the end have odd windows
+        for _ in range(skipped):
+            k_ring.arrived(fill)
+            k_ring.release(fill)
+            v_ring.arrived(fill)
+            v_ring.release(fill)
+            fill = k_ring.after(fill)
+    o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+    for i in range(skipped, blocks):
+        n = last - i
+        k_ring.arrived(fill)
+        s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
+        s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+        s = wait(0, deps=[s])
+        k_ring.release(fill)
+        factor = problem.factor
+        if problem.has_softcap:
+            s = soft_cap(s, problem.factor, problem.softcap)
+            factor = 1.0
+        if (n < low) | (n >= high):
+            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+        p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+        o = rescale(o, gl.convert_layout(alpha, rows_of(O)), v_dim, problem.lazy)
+        weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
+        v_ring.arrived(fill)
+        o = multiply(weights, v_ring.tile(fill), o)
+        o, weights = wait(0, deps=[o, weights])
+        v_ring.release(fill)
+        fill = k_ring.after(fill)
+    return o, softmax, fill
+
+
+@gluon.jit
 def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.constexpr):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
     block: gl.constexpr = problem.block
@@ -146,21 +287,6 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
         else:
             softmax = start_softmax(GROUP_ROWS, rows_of(S))
 
-        # The first block, the last of the keys: nothing to overlap it with.
-        q_fill = problem.q_fill(q_turn, group)
-        q_ring.arrived(q_fill)
-        q = q_ring.tile(q_fill)
-        k_ring.arrived(fill)
-        take_turn(group, problem.turns)
-        s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
-        s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
-        pass_turn(group, problem.turns)
-        s = wait(0, deps=[s])
-        k_ring.release(fill)
-        factor = problem.factor
-        if problem.has_softcap:
-            s = soft_cap(s, problem.factor, problem.softcap)
-            factor = 1.0
         low, high = whole_range(
             row0,
             offset,
@@ -172,51 +298,60 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
             problem.has_left,
             problem.has_right,
         )
-        if (last < low) | (last >= high):
-            s = hide(problem, s, rows, last * block + columns, offset, kv_len)
-        p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
-        weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
-        o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
-        v_fill = fill
-        fill = k_ring.after(fill)
-        k_ring.arrived(fill, pred=blocks > 1)
-
-        for i in range(1, blocks):
-            at = fill
-            o, weights, softmax, fill = next_block(
+        q_fill = problem.q_fill(q_turn, group)
+        q_ring.arrived(q_fill)
+        q = q_ring.tile(q_fill)
+        if problem.overlapped:
+            o, weights, v_fill, softmax, fill = _overlapped(
                 problem,
                 q,
                 k_ring,
                 v_ring,
                 fill,
-                v_fill,
-                i + 1 < blocks,
-                o,
-                weights,
+                blocks,
+                last,
                 softmax,
                 rows,
                 columns,
-                last - i,
                 low,
                 high,
                 offset,
                 kv_len,
+                dtype,
                 group,
                 S,
                 O,
             )
-            v_fill = at
-
-        v_ring.arrived(v_fill)
-        o = multiply(weights, v_ring.tile(v_fill), o)
+        else:
+            o, softmax, fill = _in_order(
+                problem,
+                q,
+                k_ring,
+                v_ring,
+                fill,
+                blocks,
+                last,
+                softmax,
+                rows,
+                columns,
+                low,
+                high,
+                offset,
+                kv_len,
+                row0,
+                dtype,
+                S,
+                O,
+            )
         if problem.own_output:
             q_ring.release(q_fill)
             out = o_tiles.index(group)
         else:
             out = q_ring.box(q_fill)
         tma_store_wait(0)
-        o, weights = wait(0, deps=[o, weights])
-        v_ring.release(v_fill)
+        if problem.overlapped:
+            o, weights = wait(0, deps=[o, weights])
+            v_ring.release(v_fill)
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
         out.reshape([GROUP_ROWS, v_dim]).store(o.to(dtype))
         fence_async_shared()

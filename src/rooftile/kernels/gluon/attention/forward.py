@@ -1,5 +1,10 @@
-"""From an operator's arguments to a launch: descriptors, the order of tiles, the grid."""
+"""From an operator's arguments to a launch.
 
+What shapes, strides and options decide (descriptors, the order of tiles, the grid) is worked out
+once for each kind of call and kept as a plan; a call of a known kind only allocates and launches.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +20,20 @@ from rooftile.kernels.gluon.attention.config import (
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
-from rooftile.kernels.gluon.launch import launch, multiprocessors
-from rooftile.kernels.gluon.tile.rows import addressable, describe, describe_ragged
+from rooftile.kernels.gluon.counter import counter
+from rooftile.kernels.gluon.launch import Launch, multiprocessors
+from rooftile.kernels.gluon.tile.rows import (
+    addressable,
+    describe,
+    describe_ragged,
+    is_addressable,
+)
 
 _LOG2_E = 1.4426950408889634
+_MOST_PLANS = 4096
+Result = tuple[Tensor, Tensor]
+_dense_plans: dict[Any, Callable[..., Result]] = {}
+_ragged_plans: dict[Any, Callable[..., Result]] = {}
 
 
 def attention(
@@ -31,56 +46,18 @@ def attention(
     softcap: float,
     scale: float,
     config: Config | None = None,
-) -> tuple[Tensor, Tensor]:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
-    out, lse = _outputs(q, v)
-    if out.numel() == 0 or k.shape[1] == 0:
-        return _without_keys(out, lse, sink)
-    config = config or config_of(q.shape[3], v.shape[3], q.shape[1], right)
-    q, scale = _positive_scale(q, scale)
-    q, k, v = addressable(q), addressable(k), addressable(v)
-    batch, q_len, num_heads, _ = q.shape
-    kv_len, num_kv_heads = k.shape[1], k.shape[2]
-    q_tiles = -(-q_len // config.tile_rows)
-    num_tiles = q_tiles * batch * num_heads
-    kv_heads_at_a_time = 1
-    if right >= 0:
-        section_bytes = next(size for longest, size in SECTION_BYTES if q_len <= longest)
-        head_bytes = kv_len * (k.shape[3] + v.shape[3]) * k.element_size()
-        kv_heads_at_a_time = max(section_bytes // head_bytes, 1)
-    group_size = num_heads // num_kv_heads
-    unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
-    dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
-        num_tiles > multiprocessors(q.device)
+) -> Result:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
+    options = (left, right, softcap, scale, config)
+    kind = (
+        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
+        *(sink is None, options),
     )
-    _launch(
-        config,
-        num_tiles,
-        (
-            describe(q, 64, config.dim),
-            describe(k, config.block, config.dim),
-            describe(v, config.block, config.dim),
-            describe(out, 64, config.dim),
-            lse,
-            lse if sink is None else sink.float(),
-            lse.new_zeros(2, dtype=torch.int32) if dynamic else lse,
-            num_tiles,
-            num_heads,
-            group_size,
-            q_len,
-            kv_len,
-            q_tiles,
-            batch * num_heads,
-            min(kv_heads_at_a_time * group_size, batch * num_heads),
-        ),
-        ragged=False,
-        dynamic=dynamic,
-        sink=sink,
-        left=left,
-        right=right,
-        softcap=softcap,
-        scale=scale,
-    )
-    return out, lse
+    plan = _dense_plans.get(kind)
+    if plan is None:
+        if len(_dense_plans) >= _MOST_PLANS:
+            _dense_plans.clear()
+        plan = _dense_plans[kind] = _plan_dense(q, k, v, sink, *options)
+    return plan(q, k, v, sink)
 
 
 def attention_varlen(
@@ -97,99 +74,195 @@ def attention_varlen(
     softcap: float,
     scale: float,
     config: Config | None = None,
-) -> tuple[Tensor, Tensor]:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
-    out, lse = _outputs(q, v)
-    if out.numel() == 0:
-        return out, lse
+) -> Result:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
     config = config or config_of(q.shape[2], v.shape[2], max_q_len, right)
-    q, scale = _positive_scale(q, scale)
-    if k.shape[0] == 0:  # a descriptor needs memory, though no row of it will be visible
-        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
-    q, k, v = addressable(q), addressable(k), addressable(v)
-    tokens, num_heads, _ = q.shape
-    batch = cu_seqlens_q.shape[0] - 1
-    # Every sequence, and the padding after the last, ends in at most one tile that is not full.
-    capacity = tokens // config.tile_rows + min(batch + 1, tokens)
-    entries = torch.empty(1 + capacity, NUM_FIELDS, dtype=torch.int32, device=q.device)
-    launch(
-        list_tiles_kernel,
-        batch + 1,
-        q.device,
-        (entries, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), batch, tokens),
-        (("tile_rows", config.tile_rows),),
+    options = (left, right, softcap, scale, config)
+    kind = (
+        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
+        *(cu_seqlens_q.shape, sink is None, options),
     )
-    _launch(
-        config,
-        capacity * num_heads,
-        (
-            describe_ragged(q, 64, config.dim),
-            describe_ragged(k, config.block, config.dim),
-            describe_ragged(v, config.block, config.dim),
-            describe_ragged(out, 64, config.dim),
-            lse,
-            lse if sink is None else sink.float(),
-            entries,
-            0,
-            num_heads,
-            num_heads // k.shape[1],
-            *(0, 0, 0, 0, 0),
-        ),
-        ragged=True,
-        dynamic=config.dynamic != "never",
-        sink=sink,
-        left=left,
-        right=right,
-        softcap=softcap,
-        scale=scale,
-    )
-    return out, lse
+    plan = _ragged_plans.get(kind)
+    if plan is None:
+        if len(_ragged_plans) >= _MOST_PLANS:
+            _ragged_plans.clear()
+        plan = _ragged_plans[kind] = _plan_ragged(q, k, v, cu_seqlens_q, sink, *options)
+    return plan(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-def _without_keys(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    lse.fill_(-torch.inf) if sink is None else lse.copy_(sink.expand_as(lse))
-    return out.zero_(), lse
-
-
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The row maximum is taken of raw scores, which needs a positive scale."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
-
-
-def _launch(
-    config: Config,
-    most_tiles: int,
-    arguments: tuple[Any, ...],
-    *,
-    ragged: bool,
-    dynamic: bool,
+def _plan_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     sink: Tensor | None,
     left: int,
     right: int,
     softcap: float,
     scale: float,
-) -> None:
-    device = arguments[4].device
-    launch(
-        attention_kernel,
-        min(most_tiles, multiprocessors(device)),
-        device,
-        (
-            *arguments,
-            min(left, UNBOUNDED),
-            min(right, UNBOUNDED),
-            # With a cap, what goes into tanh, and the log2 units that come out.
-            scale / softcap if softcap else scale * _LOG2_E,
-            softcap * _LOG2_E,
-        ),
-        constants(config, ragged, dynamic, left >= 0, right >= 0, softcap != 0, sink is not None),
+    config: Config | None,
+) -> Callable[..., Result]:
+    batch, q_len, num_heads, k_dim = q.shape
+    kv_len, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    if batch * q_len == 0 or kv_len == 0:
+        return _without_keys
+    if scale <= 0 or not all(is_addressable(x) for x in (q, k, v)):
+        # With new tensors, which need a plan of their own.
+        return lambda q, k, v, sink: attention(
+            *_prepared(q, k, v, scale), sink, left, right, softcap, abs(scale) or 1.0, config
+        )
+    config = config or config_of(k_dim, v_dim, q_len, right)
+    q_tiles = -(-q_len // config.tile_rows)
+    num_tiles = q_tiles * batch * num_heads
+    heads_at_a_time = 1
+    if right >= 0:
+        section_bytes = next(size for longest, size in SECTION_BYTES if q_len <= longest)
+        head_bytes = kv_len * (k_dim + v_dim) * k.element_size()
+        heads_at_a_time = max(section_bytes // head_bytes, 1)
+    group_size = num_heads // num_kv_heads
+    unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
+    places = multiprocessors(q.device) * config.ctas
+    dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
+        num_tiles > places
     )
+    out = q.new_empty(batch, q_len, num_heads, v_dim)
+    section = min(heads_at_a_time * group_size, batch * num_heads)
+    launch = Launch(
+        attention_kernel,
+        min(num_tiles, places),
+        q.device,
+        q.dtype,
+        (
+            describe(q, 64, config.dim),
+            describe(k, config.block, config.dim),
+            describe(v, config.block, config.dim),
+            describe(out, 64, config.dim),
+        ),
+        (
+            *(num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads, section),
+            *_numbers(left, right, softcap, scale),
+        ),
+        constants(config, False, dynamic, left >= 0, right >= 0, softcap != 0, sink is not None),
+        config.most_registers,
+    )
+    out_shape, lse_shape, device = out.shape, q.shape[:3], q.device
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Result:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            q, k, v = addressable(q), addressable(k), addressable(v)
+            return attention(q, k, v, sink, left, right, softcap, scale, config)
+        out = q.new_empty(out_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        sinks = lse if sink is None else sink.float()
+        launch((q, k, v, out), (lse, sinks, counter(device) if dynamic else lse))
+        return out, lse
+
+    return run
+
+
+def _plan_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    config: Config,
+) -> Callable[..., Result]:
+    tokens, num_heads, _ = q.shape
+    v_dim = v.shape[2]
+    if tokens == 0:
+        return lambda q, k, v, cu_q, cu_k, sink: _without_keys(q, k, v, sink)
+    # A descriptor needs memory, though no row of it may be visible.
+    if scale <= 0 or k.shape[0] == 0 or not all(is_addressable(x) for x in (q, k, v)):
+
+        def run_prepared(
+            q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sink: Tensor | None
+        ) -> Result:
+            if k.shape[0] == 0:
+                k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+            q, k, v = _prepared(q, k, v, scale)
+            options = (left, right, softcap, abs(scale) or 1.0, config)
+            return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
+
+        return run_prepared
+    batch = cu_seqlens_q.shape[0] - 1
+    # Every sequence, and the padding after the last, ends in at most one tile that is not full.
+    capacity = tokens // config.tile_rows + min(batch + 1, tokens)
+    out = q.new_empty(tokens, num_heads, v_dim)
+    device = q.device
+    list_tiles = Launch(
+        list_tiles_kernel,
+        batch + 1,
+        device,
+        torch.int32,
+        (),
+        (batch, tokens),
+        (("tile_rows", config.tile_rows),),
+    )
+    attend = Launch(
+        attention_kernel,
+        min(capacity * num_heads, multiprocessors(device) * config.ctas),
+        device,
+        q.dtype,
+        (
+            describe_ragged(q, 64, config.dim),
+            describe_ragged(k, config.block, config.dim),
+            describe_ragged(v, config.block, config.dim),
+            describe_ragged(out, 64, config.dim),
+        ),
+        (
+            *(0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0),
+            *_numbers(left, right, softcap, scale),
+        ),
+        constants(
+            *(config, True, config.dynamic != "never"),
+            *(left >= 0, right >= 0, softcap != 0, sink is not None),
+        ),
+        config.most_registers,
+    )
+    out_shape, lse_shape = out.shape, q.shape[:2]
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sink: Tensor | None
+    ) -> Result:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            q, k, v = addressable(q), addressable(k), addressable(v)
+            options = (left, right, softcap, scale, config)
+            return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
+        out = q.new_empty(out_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        entries = q.new_empty((1 + capacity, NUM_FIELDS), dtype=torch.int32)
+        list_tiles((), (entries, cu_q.to(torch.int32), cu_k.to(torch.int32)))
+        attend((q, k, v, out), (lse, lse if sink is None else sink.float(), entries))
+        return out, lse
+
+    return run
+
+
+def _numbers(left: int, right: int, softcap: float, scale: float) -> tuple[int | float, ...]:
+    """The options as the kernel takes them."""
+    return (
+        *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
+        # With a cap, what goes into tanh, and the log2 units that come out.
+        scale / softcap if softcap else scale * _LOG2_E,
+        softcap * _LOG2_E,
+    )
+
+
+def _without_keys(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Result:
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return out, lse if sink is None else lse.copy_(sink.expand_as(lse))
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors that the copy engine can address, for a positive scale: the row maximum is taken of
+    raw scores."""
+    if scale <= 0:
+        q = -q if scale < 0 else q * 0
+    return addressable(q), addressable(k), addressable(v)
 
 
 def supports(call: Any) -> str | None:

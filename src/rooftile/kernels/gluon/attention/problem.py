@@ -50,6 +50,7 @@ class Problem:
     groups: gl.constexpr
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
+    overlapped: gl.constexpr  # the softmax of a block runs under the product of the one before
     lazy: gl.constexpr
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
@@ -100,9 +101,14 @@ class Problem:
     @gluon.jit
     def keys(self, row0, q_len, kv_len):
         """First block of keys of a tile, and how many."""
+        return self.keys_of(row0, GROUP_ROWS * self.groups, q_len, kv_len)
+
+    @gluon.jit
+    def keys_of(self, row0, num_rows, q_len, kv_len):
+        """First block of keys that rows row0 .. row0 + num_rows - 1 see, and how many."""
         return key_range(
             row0,
-            GROUP_ROWS * self.groups,
+            num_rows,
             q_len,
             kv_len,
             self.left,

@@ -38,4 +38,5 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             fill = k_ring.after(fill)
         t = following
         slot = queue.after(slot)
+    queue.finish()
     queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0))

@@ -56,6 +56,7 @@ def list_tiles_kernel(
     if me == batch:
         gl.store(entries, start + tiles)
         gl.store(entries + 1, 0)
+        gl.store(entries + 2, 0)
     for i in range(0, tiles, 128):
         m = i + lane
         entry = entries + (1 + start + m) * ENTRY

@@ -29,7 +29,11 @@ _END = 2**30
 RAGGED_END = gl.constexpr(_END)
 _WRAP = 2**34
 _LONGEST = 2**31 - 65536
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 @gluon.jit
@@ -54,14 +58,14 @@ def describe(
     batch, length, heads, dim = x.shape
     batch_stride, stride, head_stride, _ = x.stride()
     # A dimension of size 1 is never stepped over, so any legal stride will do.
-    strides = [
-        batch_stride if batch > 1 else 8,
-        head_stride if heads > 1 else 8,
-        stride if length > 1 else 8,
+    strides = (
+        batch_stride if batch > 1 else 16,
+        head_stride if heads > 1 else 16,
+        stride if length > 1 else 16,
         1,
-    ]
-    box = [1, 1, box_rows, box_columns]
-    return Box(x, [batch, heads, length, dim], strides, box, _shared_layout(x.dtype, *box))
+    )
+    box = (1, 1, box_rows, box_columns)
+    return Box((batch, heads, length, dim), strides, box, shared_layout(x.dtype, *box))
 
 
 def describe_ragged(
@@ -72,26 +76,33 @@ def describe_ragged(
     """The descriptor of sequences laid end to end; `x` must be `addressable`, tokens <= 2^30."""
     tokens, heads, dim = x.shape
     stride, head_stride, _ = x.stride()
-    stride = stride if tokens > 1 else 8
-    shape = [_LONGEST, _LONGEST, heads, _END, dim]
-    strides = [_WRAP - stride, stride, head_stride if heads > 1 else 8, stride, 1]
-    box = [1, 1, 1, box_rows, box_columns]
-    return Box(x, shape, strides, box, _shared_layout(x.dtype, *box))
+    stride = stride if tokens > 1 else 16
+    shape = (_LONGEST, _LONGEST, heads, _END, dim)
+    strides = (_WRAP - stride, stride, head_stride if heads > 1 else 16, stride, 1)
+    box = (1, 1, 1, box_rows, box_columns)
+    return Box(shape, strides, box, shared_layout(x.dtype, *box))
+
+
+def is_addressable(x: Tensor) -> bool:
+    """Whether the copy engine can address x, but for where it begins.
+
+    It needs a contiguous last dimension, and strides that are positive multiples of 16 bytes.
+    Elements are of 2 bytes.
+    """
+    *strides, last = x.stride()
+    return (last == 1 or x.shape[-1] == 1) and all(
+        size == 1 or (stride > 0 and stride % 8 == 0)
+        for size, stride in zip(x.shape, strides, strict=False)
+    )
 
 
 def addressable(x: Tensor) -> Tensor:
-    """x itself where the copy engine can address it, else a contiguous copy.
-
-    It needs a contiguous last dimension, and a base and strides that are positive multiples of
-    16 bytes. Elements are of 2 bytes.
-    """
-    *strides, last = x.stride()
-    direct = (last == 1 or x.shape[-1] == 1) and x.data_ptr() % 16 == 0
-    for size, stride in zip(x.shape, strides, strict=False):
-        direct = direct and (size == 1 or (stride > 0 and stride % 8 == 0))
-    return x if direct else x.clone(memory_format=torch.contiguous_format)
+    """x itself where the copy engine can address it, at a multiple of 16 bytes, else a copy."""
+    if x.data_ptr() % 16 == 0 and is_addressable(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @cache
-def _shared_layout(dtype: torch.dtype, *box: int) -> Any:
+def shared_layout(dtype: torch.dtype, *box: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])

@@ -8,13 +8,13 @@
         queue.send(at, (row(t), blocks(t)))        row = queue.field(at, 0)
         ...start the loads of tile t...            queue.release(at)
         t, at = following, queue.after(at)         ...compute...
-    queue.send(at, (0, 0))                         at = queue.after(at)
-                                                   queue.arrived(at)
+    queue.finish()                                 at = queue.after(at)
+    queue.send(at, (0, 0))                         queue.arrived(at)
 
 The producer works out what a tile is, divisions and all, ahead of the consumers, who read the
 numbers from one of four slots of shared memory. Tiles follow in turn, t by t + number of CTAs, or
-are drawn from a counter in global memory that is zero at launch: with tiles sorted longest first
-this keeps every SM busy to the end, whatever the tiles cost.
+are drawn from a counter in global memory that is zero at launch, and again at the end: with tiles
+sorted longest first this keeps every SM busy to the end, whatever the tiles cost.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -32,7 +32,7 @@ _SLOTS = gl.constexpr(4)
 class TileQueue:
     """The tiles of one CTA as messages of a few int32; see the module for its use."""
 
-    counter: gl.tensor  # pointer to int32
+    counter: gl.tensor  # pointer to two int32: tiles drawn, CTAs that will draw no more
     slots: gl.shared_memory_descriptor  # [slots * fields, 1] int32
     full: gl.shared_memory_descriptor  # [slots, 1] barriers
     empty: gl.shared_memory_descriptor  # [slots, 1] barriers
@@ -52,6 +52,14 @@ class TileQueue:
             return gl.num_programs(0) + gl.atomic_add(self.counter, 1)
         else:
             return t + gl.num_programs(0)
+
+    @gluon.jit
+    def finish(self):
+        """Producer: nothing more will be drawn. The last CTA to say so leaves zeros behind."""
+        if self.dynamic:  # noqa: SIM102, known at compile time
+            if gl.atomic_add(self.counter + 1, 1) == gl.num_programs(0) - 1:
+                gl.store(self.counter, 0)
+                gl.store(self.counter + 1, 0)
 
     @gluon.jit
     def send(self, at, message):
@@ -82,7 +90,7 @@ class TileQueue:
 
 @gluon.jit
 def new_queue(counter, fields: gl.constexpr, consumers: gl.constexpr, dynamic: gl.constexpr):
-    """counter: pointer to an int32 that is 0 at launch (unused where not dynamic)."""
+    """counter: pointer to two int32 that are 0 at launch (unused where not dynamic)."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slots = gl.allocate_shared_memory(gl.int32, [_SLOTS * fields, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
