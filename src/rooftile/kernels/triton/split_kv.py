@@ -104,7 +104,7 @@ def _write_merges(
     lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of, cut_strip,
     cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size, num_kv_heads, left, right,
     kv_tile,
-    tile_rows: tl.constexpr, tile_cost: tl.constexpr, num_ctas: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cost: tl.constexpr, cta_count: tl.constexpr,
     cta_block: tl.constexpr, piece: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
@@ -116,7 +116,7 @@ def _write_merges(
             local = index - tl.load(merge_of + r, mask=valid, other=0).to(tl.int32)
             slot = tl.load(slot_of + r, mask=valid, other=0).to(tl.int32)
         else:
-            by = _last_at_most(cut_merges, num_ctas, cta_block // 2, index, 1) + 1
+            by = _last_at_most(cut_merges, cta_count, cta_block // 2, index, 1) + 1
             strip = tl.load(cut_strip + by, mask=valid, other=0)
             r = _last_at_most(entry_of, batch, batch_steps, strip, num_kv_heads)
             entry = tl.load(entry_of + r, mask=valid, other=0)
@@ -150,13 +150,13 @@ def _write_items(
     lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of, cut_strip,
     cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size, num_kv_heads, left, right,
     kv_tile,
-    tile_rows: tl.constexpr, tile_cost: tl.constexpr, num_ctas: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cost: tl.constexpr, cta_count: tl.constexpr,
     cta_block: tl.constexpr, piece: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
-    for base in range(tl.program_id(0) * block, strips + num_ctas, tl.num_programs(0) * block):
+    for base in range(tl.program_id(0) * block, strips + cta_count, tl.num_programs(0) * block):
         index = base + lane
-        cta = _last_at_most(cut_place, num_ctas, cta_block // 2, index, 1)
+        cta = _last_at_most(cut_place, cta_count, cta_block // 2, index, 1)
         strip = index - cta
         begins = tl.load(cut_strip + cta).to(tl.int32)
         ends = tl.load(cut_strip + cta + 1).to(tl.int32)
@@ -233,7 +233,7 @@ def split_kv_kernel(
     item_cost,
     tile_rows: tl.constexpr,
     tile_cost: tl.constexpr,
-    num_ctas: tl.constexpr,
+    cta_count: tl.constexpr,
     cta_block: tl.constexpr,
     min_piece: tl.constexpr,
     piece: tl.constexpr,
@@ -246,12 +246,12 @@ def split_kv_kernel(
     entry_of = entry_cost + entry_capacity + 1  # [batch + 1] first entry of each request
     slot_of = entry_of + batch + 1  # [batch + 1] first part, with fixed pieces
     merge_of = slot_of + batch + 1  # [batch + 1] first merge, with fixed pieces
-    cut_strip = merge_of + batch + 1  # [num_ctas + 1] each
-    cut_tile = cut_strip + num_ctas + 1
-    cut_place = cut_tile + num_ctas + 1  # strip + CTA, the index of its first item
-    cut_slots = cut_place + num_ctas + 1
-    cut_merges = cut_slots + num_ctas + 1
-    merge_slot = cut_merges + num_ctas + 1
+    cut_strip = merge_of + batch + 1  # [cta_count + 1] each
+    cut_tile = cut_strip + cta_count + 1
+    cut_place = cut_tile + cta_count + 1  # strip + CTA, the index of its first item
+    cut_slots = cut_place + cta_count + 1
+    cut_merges = cut_slots + cta_count + 1
+    merge_slot = cut_merges + cta_count + 1
 
     # Requests: how many entries each has.
     entries = tl.zeros([], tl.int32)
@@ -296,7 +296,7 @@ def split_kv_kernel(
     # Cuts: where each CTA's share begins.
     total = one_head * num_kv_heads
     used = total // (item_cost + min_piece * tile_cost[0])
-    used = tl.minimum(tl.maximum(used, 1), num_ctas)
+    used = tl.minimum(tl.maximum(used, 1), cta_count)
     cta = tl.arange(0, cta_block)
     place = tl.minimum(cta, used) * total // used
     inside = place < total
@@ -335,7 +335,7 @@ def split_kv_kernel(
     at = whole.to(at.dtype) if piece > 0 else tl.where(tiles < 2 * min_piece, whole, at)
     strip = tl.where(inside, strip + (at < 0), entries.to(tl.int64) * num_kv_heads)
     at = tl.where(inside, tl.maximum(at, 0), 0)
-    exists = cta <= num_ctas
+    exists = cta <= cta_count
     tl.store(cut_strip + cta, strip, mask=exists)
     tl.store(cut_tile + cta, at, mask=exists)
     tl.store(cut_place + cta, strip + cta, mask=exists)
@@ -356,7 +356,7 @@ def split_kv_kernel(
         slots = tl.sum(new.to(tl.int32) + opens.to(tl.int32), 0)
         merges = tl.sum(opens.to(tl.int32), 0)
         tl.store(merge_slot + merges, slots.to(tl.int64))
-    is_cta = cta < num_ctas
+    is_cta = cta < cta_count
     next_strip = tl.load(cut_strip + cta + 1, mask=is_cta, other=0)
     next_at = tl.load(cut_tile + cta + 1, mask=is_cta, other=0)
     some = is_cta & ((strip < next_strip) | ((strip == next_strip) & (at < next_at)))
@@ -377,14 +377,14 @@ def split_kv_kernel(
             merges, merges_at,
             lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of,
             cut_strip, cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size,
-            num_kv_heads, left, right, kv_tile, tile_rows, tile_cost, num_ctas, cta_block, piece,
+            num_kv_heads, left, right, kv_tile, tile_rows, tile_cost, cta_count, cta_block, piece,
             block,
         )  # fmt: skip
     _write_items(
         entries * num_kv_heads, items_at,
         lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of,
         cut_strip, cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size,
-        num_kv_heads, left, right, kv_tile, tile_rows, tile_cost, num_ctas, cta_block, piece,
+        num_kv_heads, left, right, kv_tile, tile_rows, tile_cost, cta_count, cta_block, piece,
         block,
     )  # fmt: skip
 
@@ -424,7 +424,7 @@ def split_kv(
             spec.item_cost,
             tile_rows=spec.tile_rows,
             tile_cost=spec.tile_cost,
-            num_ctas=spec.num_ctas,
+            cta_count=spec.num_ctas,  # Triton takes num_ctas for itself
             cta_block=cta_block,
             min_piece=spec.min_piece,
             piece=spec.piece,
