@@ -8,6 +8,8 @@
 | `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
 | `OnlineSoftmax` | softmax.py | running row maximum and sum, lazy rescaling, software exp2 |
 | `visible`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
+| `describe_matrix` | matrix.py | tiles of a matrix |
+| `load_compute_finish` | template.py | the loops of a persistent kernel around your tiles |
 | `TileQueue` | schedule.py | which tile a persistent CTA takes next, told by its producer |
 
 The modules define device code and run in three ways: compiled by Triton for sm_90a, compiled ahead
