@@ -53,7 +53,7 @@ def _merge_row(
     return o, tl.where(total > 0, maximum + tl.log(total), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["merges_at"])
 def merge_parts_kernel(
     plan,
     merges_at,
@@ -125,7 +125,7 @@ def merge_parts(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "rows"])
 def merge_states_kernel(
     outs,  # [n, rows, dim]
     lses,  # [n, rows]

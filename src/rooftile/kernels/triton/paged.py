@@ -284,7 +284,7 @@ def _run_item(
         tl.store(partial_lse + at, log_sum, mask=valid)
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "items_at", "left", "right"])
+@triton.jit(do_not_specialize=["batch", "tokens", "items_at", "table_stride", "left", "right"])
 def paged_attention_kernel(
     plan,
     items_at,

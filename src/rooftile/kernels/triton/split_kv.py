@@ -209,7 +209,7 @@ def _write_items(
 @triton.jit(
     do_not_specialize=[
         *("batch", "batch_steps", "entry_capacity", "entry_steps", "merges_at", "items_at"),
-        *("scratch_size", "left", "right"),
+        *("scratch_size", "left", "right", "group_size", "num_kv_heads", "kv_tile", "item_cost"),
     ]
 )
 def split_kv_kernel(
