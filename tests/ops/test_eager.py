@@ -59,6 +59,6 @@ def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CheckedCalls, "MOST", 2)
     calls = CheckedCalls()
     for i in range(3):
-        calls.add(i, print, 0, 0, 1.0)
+        calls.add(i, print)
     assert calls.get(0) is None
-    assert calls.get(2) == (print, 0, 0, 1.0)
+    assert calls.get(2) is print

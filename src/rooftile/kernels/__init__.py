@@ -20,6 +20,8 @@ class Kernel:
     supports: static properties of a call -> `None`, or the reason why this kernel cannot take it.
     efficiency: share of the roofline that it is known to reach, 0 to 1; `kernel="auto"` takes the
         highest, that is the least predicted time, among those that support the call.
+    bind: where calls of one kind (equal shapes, strides, dtypes, devices and options) can share work
+        on the host: takes what `run` takes, returns a function of the tensors alone.
     split: of a kernel that follows a plan, how it wants a call to be split: (call, batch, tokens,
         max_q_len, max_kv_len) -> types.SplitSpec, the last four being capacities.
     """
@@ -28,6 +30,7 @@ class Kernel:
     supports: Callable[[Any], str | None]
     efficiency: float
     split: Callable[..., Any] | None = None
+    bind: Callable[..., Callable[..., Any]] | None = None
 
 
 def anything(call: object) -> None:

@@ -66,6 +66,8 @@ def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...]) -> None:
 class BareKernel:
     """A compiled kernel's launcher without what Triton wraps around it."""
 
+    # Takes the grid and the stream, `handles`, map, shape and strides of each descriptor, addresses,
+    # numbers and constants.
     launch: Callable[..., None]
     current_stream: Callable[[int], int]
     fill_tensor_map: Callable[..., Any]
@@ -73,21 +75,15 @@ class BareKernel:
     handles: tuple[Any, ...]
     tensor_maps: tuple[dict[str, Any], ...]
 
-    def describe(
+    def tensor_map(
         self, i: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> tuple[Any, ...]:
-        """The arguments that stand for descriptor i: its encoded map, shape and strides."""
+    ) -> Any:
+        """The encoded map of descriptor argument i."""
         meta = self.tensor_maps[i]
-        encoded = self.fill_tensor_map(
+        return self.fill_tensor_map(
             *(address, meta["swizzle"], meta["elem_size"], meta["elem_type"]),
             *(meta["block_size"], list(shape), list(strides), 0),
         )
-        return (encoded, *shape, *strides)
-
-    def run(self, ctas: int, device: int, arguments: list[Any], tail: tuple[Any, ...]) -> None:
-        """arguments: described descriptors and addresses; tail: numbers and constants."""
-        stream = self.current_stream(device)
-        self.launch(ctas, 1, 1, stream, *self.handles, *arguments, *tail)
 
 
 def bare_kernel(compiled: Any) -> BareKernel | None:

@@ -68,14 +68,14 @@ def attention(
     plain = score_mod is None and mask_mod is None and type(window) is not list
     if plain and undispatched(q, k, v, sink):
         kind = (
-            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(causal, window, softcap, softmax_scale, kernel),
             None if sink is None else (sink.shape, sink.dtype, sink.device),
         )
-        known = _CHECKED.get(kind)
-        if known is not None:
-            run, left, right, scale = known
-            out, lse = run(q, k, v, sink, left, right, softcap, scale)
+        run = _CHECKED.get(kind)
+        if run is not None:
+            out, lse = run(q, k, v, sink)
             return (out, lse) if return_lse else out
     check_qkv("attention", q, k, v, "[batch, length, heads, dim]", 4)
     require(
@@ -92,8 +92,8 @@ def attention(
     else:
         out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
         if kind is not None:
-            run = ATTENTION.runner(q, k, v, sink, left, right, softcap, scale, kernel)
-            _CHECKED.add(kind, run, left, right, scale)
+            rest = (left, right, softcap, scale)
+            _CHECKED.add(kind, ATTENTION.bind((q, k, v, sink), rest, kernel))
     return (out, lse) if return_lse else out
 
 
@@ -136,18 +136,15 @@ def attention_varlen(
     if plain and undispatched(q, k, v, sink) and not contents_checked(cu_seqlens_q):
         lengths = (cu_seqlens_q, cu_seqlens_k)
         kind = (
-            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(causal, window, softcap, softmax_scale, kernel, max_q_len, max_kv_len),
-            *((x.shape, x.dtype, x.device) for x in lengths),
+            *((x.shape, x.stride(), x.dtype, x.device) for x in lengths),
             None if sink is None else (sink.shape, sink.dtype, sink.device),
         )
-        known = _CHECKED_VARLEN.get(kind)
-        if known is not None:
-            run, left, right, scale = known
-            longest_q = q.shape[0] if max_q_len is None else max_q_len
-            longest_kv = k.shape[0] if max_kv_len is None else max_kv_len
-            longest = (longest_q, longest_kv)
-            out, lse = run(q, k, v, *lengths, *longest, sink, left, right, softcap, scale)
+        run = _CHECKED_VARLEN.get(kind)
+        if run is not None:
+            out, lse = run(q, k, v, *lengths, sink)
             return (out, lse) if return_lse else out
     check_qkv(name, q, k, v, "[tokens, heads, dim]", 3)
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
@@ -171,9 +168,15 @@ def attention_varlen(
     else:
         out, lse = ATTENTION_VARLEN.handle(*tensors, *options, kernel)
         if kind is not None:
-            run = ATTENTION_VARLEN.runner(*tensors, *options, kernel)
-            _CHECKED_VARLEN.add(kind, run, left, right, scale)
+            rest = (max_q_len, max_kv_len, left, right, softcap, scale)
+            run = ATTENTION_VARLEN.bind((*tensors[:5], sink), rest, kernel, join=_join_ragged)
+            _CHECKED_VARLEN.add(kind, run)
     return (out, lse) if return_lse else out
+
+
+def _join_ragged(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The private arguments in order: the longest lengths stand before the sink."""
+    return (*tensors[:5], *rest[:2], tensors[5], *rest[2:])
 
 
 def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int) -> None:

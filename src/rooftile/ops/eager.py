@@ -31,30 +31,27 @@ def undispatched(*tensors: Tensor | None) -> bool:
         return False
     gradients = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
-        if gradients and tensor.requires_grad:
+        if tensor is not None and (
+            (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter)
+            or (gradients and tensor.requires_grad)
+        ):
             return False
     return True
 
 
 class CheckedCalls:
-    """What calls that passed the checks hand to their kernel: the kernel, and checked options.
+    """Functions that run calls which passed the checks, by the kind of call.
 
-    Keyed by the kind of call, which is all that checks and the choice of a kernel look at.
+    A kind is all that the checks, the choice of a kernel and what it prepares look at.
     """
 
     MOST = 4096
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[Callable[..., Any], int, int, float]] = {}
+        self._found: dict[Hashable, Callable[..., Any]] = {}
         self.get = self._found.get
 
-    def add(
-        self, kind: Hashable, run: Callable[..., Any], left: int, right: int, scale: float
-    ) -> None:
+    def add(self, kind: Hashable, run: Callable[..., Any]) -> None:
         if len(self._found) >= self.MOST:
             self._found.clear()
-        self._found[kind] = (run, left, right, scale)
+        self._found[kind] = run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, lru_cache
@@ -73,12 +74,25 @@ class Operator:
         """The static properties of `handle(*arguments, kernel)`, which choose a kernel."""
         return self._call(*arguments)
 
-    def runner(self, *arguments: Any) -> Callable[..., Any]:
-        """The function that `handle` would run on these arguments; it takes all but the last."""
-        family = _choose(self.name, self._call(*arguments[:-1]), arguments[-1])
+    def bind(
+        self,
+        tensors: tuple[Any, ...],
+        rest: tuple[Any, ...],
+        requested: str,
+        join: Callable[..., tuple[Any, ...]] = operator.add,
+    ) -> Callable[..., Any]:
+        """A function of tensors alone that runs what `handle(*join(tensors, rest), requested)` would.
+
+        For tensors of the same shapes, strides, dtypes and devices, and without torch's dispatcher.
+        """
+        arguments = join(tensors, rest)
+        family = _choose(self.name, self._call(*arguments), requested)
         kernel = _load(self.name, self.module, family)
         assert isinstance(kernel, Kernel)
-        return kernel.run
+        if kernel.bind is not None:
+            return kernel.bind(*arguments)
+        run = kernel.run
+        return lambda *tensors: run(*join(tensors, rest))
 
     def refusal(self, call: Hashable, family: str) -> str | None:
         """Why `family` cannot run `call`, or `None`."""
@@ -90,7 +104,11 @@ class Operator:
         return kernel if isinstance(kernel, str) else kernel.supports(call)
 
     def _run(self, *args: Any) -> Any:
-        return self.runner(*args)(*args[:-1])
+        *arguments, requested = args
+        family = _choose(self.name, self._call(*arguments), requested)
+        kernel = _load(self.name, self.module, family)
+        assert isinstance(kernel, Kernel)
+        return kernel.run(*arguments)
 
 
 @cache
@@ -104,29 +122,29 @@ def _load(name: str, module: str, family: str) -> Kernel | str:
 
 @lru_cache(maxsize=4096)
 def _choose(name: str, call: Hashable, requested: str) -> str:
-    operator = OPERATORS[name]
+    declared = OPERATORS[name]
     if requested != "auto":
-        if requested in operator.refused:
+        if requested in declared.refused:
             raise NotImplementedError(
-                f"{name}: kernel={requested!r} cannot run this call: {operator.refused[requested]}"
+                f"{name}: kernel={requested!r} cannot run this call: {declared.refused[requested]}"
             )
-        if requested not in operator.families:
+        if requested not in declared.families:
             raise ValueError(
                 f"{name}: kernel={requested!r} does not exist; "
-                f"choose 'auto' or one of {', '.join(map(repr, operator.families))}"
+                f"choose 'auto' or one of {', '.join(map(repr, declared.families))}"
             )
-        reason = operator.refusal(call, requested)
+        reason = declared.refusal(call, requested)
         if reason is not None:
             raise NotImplementedError(
                 f"{name}: kernel={requested!r} cannot run this call: {reason}; "
                 f"use kernel='auto' or change the call"
             )
         return requested
-    able = [f for f in operator.families if operator.refusal(call, f) is None]
+    able = [f for f in declared.families if declared.refusal(call, f) is None]
     if not able:
-        reasons = "; ".join(f"{f}: {operator.refusal(call, f)}" for f in operator.families)
+        reasons = "; ".join(f"{f}: {declared.refusal(call, f)}" for f in declared.families)
         raise NotImplementedError(f"{name}: no kernel can run this call ({reasons})")
-    return max(able, key=lambda family: _load(name, operator.module, family).efficiency)  # type: ignore[union-attr]
+    return max(able, key=lambda family: _load(name, declared.module, family).efficiency)  # type: ignore[union-attr]
 
 
 def contents_checked(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rooftile.kernels.triton_version import BareKernel, TensorDescriptor, bare_kernel, relaunch
 
-_MOST_MAPS = 1024  # tensor maps that one argument keeps
+_MOST_DESCRIBED = 1024  # sets of addresses whose tensor maps are kept
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,18 @@ class Launch:
         numbers: tuple[int | float, ...],
         constants: tuple[tuple[str, Any], ...],
         most_registers: int | None = None,  # of a thread at launch; None: the compiler's choice
-        dependent: bool = False,  # may begin while the kernel before it ends (tile/dependent.py)
     ) -> None:
         self._kernel = kernel
         self._ctas = ctas
-        self._device = device
+        self._index = device.index if device.type == "cuda" else None
         self._boxes = boxes
         self._numbers = numbers
         self._constants = constants
         self._options = {"num_warps": 4} | ({"maxnreg": most_registers} if most_registers else {})
-        if dependent:
-            self._options["launch_pdl"] = True
-        self._key = (kernel, device, dtype, constants, most_registers, dependent)
+        self._key = (kernel, device, dtype, constants, most_registers)
         self._tail = (*numbers, *(value for _, value in constants))
-        self._maps: tuple[dict[int, tuple[Any, ...]], ...] = tuple({} for _ in boxes)
+        self._maps: dict[tuple[int, int], Any] = {}  # by argument and address
+        self._described: dict[tuple[int, ...], tuple[Any, ...]] = {}  # by addresses of all
         self._bare: BareKernel | None = None
 
     def __call__(self, bases: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
@@ -76,31 +74,38 @@ class Launch:
         bases: the tensors that the boxes describe, on multiples of 16 bytes.
         pointers: the tensors that the kernel takes as plain pointers.
         """
-        device = self._device
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):  # Triton launches on the current one
-                self._run(bases, pointers)
-        else:
-            self._run(bases, pointers)
-
-    def _run(self, bases: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
-        bare = self._bare
-        if bare is None:
+        index, bare = self._index, self._bare
+        if index is not None and index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):  # Triton launches on the current one
+                self(bases, pointers)
+            return
+        if bare is None or index is None:
             self._run_through_triton(bases, pointers)
             return
-        arguments: list[Any] = []
-        for i, maps in enumerate(self._maps):
-            address = bases[i].data_ptr()
-            described = maps.get(address)
-            if described is None:
-                if len(maps) >= _MOST_MAPS:
-                    maps.clear()
-                described = bare.describe(i, address, self._boxes[i].shape, self._boxes[i].strides)
-                maps[address] = described
-            arguments += described
-        for x in pointers:
-            arguments.append(x.data_ptr())
-        bare.run(self._ctas, self._device.index, arguments, self._tail)
+        addresses = tuple([x.data_ptr() for x in bases])
+        described = self._described.get(addresses)
+        if described is None:
+            described = self._describe(bare, addresses)
+        bare.launch(
+            *(self._ctas, 1, 1, bare.current_stream(index)),
+            *bare.handles,
+            *described,
+            *[x.data_ptr() for x in pointers],
+            *self._tail,
+        )
+
+    def _describe(self, bare: BareKernel, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments that stand for the descriptors of tensors at these addresses."""
+        if len(self._described) >= _MOST_DESCRIBED:
+            self._described.clear()
+            self._maps.clear()
+        described: list[Any] = []
+        for i, (address, box) in enumerate(zip(addresses, self._boxes, strict=True)):
+            if (i, address) not in self._maps:
+                self._maps[i, address] = bare.tensor_map(i, address, box.shape, box.strides)
+            described += (self._maps[i, address], *box.shape, *box.strides)
+        self._described[addresses] = tuple(described)
+        return self._described[addresses]
 
     def _run_through_triton(self, bases: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
         """The first call of a kind compiles, or finds what was compiled for another."""

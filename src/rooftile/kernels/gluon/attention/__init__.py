@@ -21,11 +21,19 @@ are ordered by a small kernel on the device, so nothing waits for the host.
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon.attention.config import CONFIGS, SHORT_64, Config
-from rooftile.kernels.gluon.attention.forward import attention, attention_varlen, supports
+from rooftile.kernels.gluon.attention.forward import (
+    attention,
+    attention_varlen,
+    bind_attention,
+    bind_attention_varlen,
+    supports,
+)
 
 __all__ = ["CONFIGS", "KERNELS", "SHORT_64", "Config", "attention", "attention_varlen"]
 
 KERNELS = {
-    "attention": Kernel(attention, supports, efficiency=0.75),
-    "attention_varlen": Kernel(attention_varlen, supports, efficiency=0.75),
+    "attention": Kernel(attention, supports, efficiency=0.75, bind=bind_attention),
+    "attention_varlen": Kernel(
+        attention_varlen, supports, efficiency=0.75, bind=bind_attention_varlen
+    ),
 }

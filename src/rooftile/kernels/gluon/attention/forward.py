@@ -1,7 +1,7 @@
 """From an operator's arguments to a launch.
 
 What shapes, strides and options decide (descriptors, the order of tiles, the grid) is worked out
-once for each kind of call and kept as a plan; a call of a known kind only allocates and launches.
+once for each kind of call; a call of a known kind only allocates and launches.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from rooftile.kernels.gluon.tile.rows import (
 )
 
 _LOG2_E = 1.4426950408889634
-_MOST_PLANS = 4096
+_MOST_KINDS = 4096
 Result = tuple[Tensor, Tensor]
-_dense_plans: dict[Any, Callable[..., Result]] = {}
-_ragged_plans: dict[Any, Callable[..., Result]] = {}
+_dense: dict[Any, Callable[..., Result]] = {}
+_ragged: dict[Any, Callable[..., Result]] = {}
 
 
 def attention(
@@ -52,12 +52,12 @@ def attention(
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
         *(sink is None, options),
     )
-    plan = _dense_plans.get(kind)
-    if plan is None:
-        if len(_dense_plans) >= _MOST_PLANS:
-            _dense_plans.clear()
-        plan = _dense_plans[kind] = _plan_dense(q, k, v, sink, *options)
-    return plan(q, k, v, sink)
+    run = _dense.get(kind)
+    if run is None:
+        if len(_dense) >= _MOST_KINDS:
+            _dense.clear()
+        run = _dense[kind] = bind_attention(q, k, v, sink, *options)
+    return run(q, k, v, sink)
 
 
 def attention_varlen(
@@ -81,15 +81,17 @@ def attention_varlen(
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
         *(cu_seqlens_q.shape, sink is None, options),
     )
-    plan = _ragged_plans.get(kind)
-    if plan is None:
-        if len(_ragged_plans) >= _MOST_PLANS:
-            _ragged_plans.clear()
-        plan = _ragged_plans[kind] = _plan_ragged(q, k, v, cu_seqlens_q, sink, *options)
-    return plan(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
+    run = _ragged.get(kind)
+    if run is None:
+        if len(_ragged) >= _MOST_KINDS:
+            _ragged.clear()
+        run = _ragged[kind] = bind_attention_varlen(
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, sink), *options
+        )
+    return run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
 
 
-def _plan_dense(
+def bind_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,8 +100,9 @@ def _plan_dense(
     right: int,
     softcap: float,
     scale: float,
-    config: Config | None,
+    config: Config | None = None,
 ) -> Callable[..., Result]:
+    """`attention` for tensors like these: a function of q, k, v and sink."""
     batch, q_len, num_heads, k_dim = q.shape
     kv_len, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     if batch * q_len == 0 or kv_len == 0:
@@ -123,7 +126,6 @@ def _plan_dense(
     dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
         num_tiles > places
     )
-    out = q.new_empty(batch, q_len, num_heads, v_dim)
     section = min(heads_at_a_time * group_size, batch * num_heads)
     launch = Launch(
         attention_kernel,
@@ -134,7 +136,7 @@ def _plan_dense(
             describe(q, 64, config.dim),
             describe(k, config.block, config.dim),
             describe(v, config.block, config.dim),
-            describe(out, 64, config.dim),
+            describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
         ),
         (
             *(num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads, section),
@@ -143,14 +145,13 @@ def _plan_dense(
         constants(config, False, dynamic, left >= 0, right >= 0, softcap != 0, sink is not None),
         config.most_registers,
     )
-    out_shape, lse_shape, device = out.shape, q.shape[:3], q.device
+    (like_out, like_lse), device = _templates(q, v_dim), q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
             return attention(q, k, v, sink, left, right, softcap, scale, config)
-        out = q.new_empty(out_shape)
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         sinks = lse if sink is None else sink.float()
         launch((q, k, v, out), (lse, sinks, counter(device) if dynamic else lse))
         return out, lse
@@ -158,18 +159,23 @@ def _plan_dense(
     return run
 
 
-def _plan_ragged(
+def bind_attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
     sink: Tensor | None,
     left: int,
     right: int,
     softcap: float,
     scale: float,
-    config: Config,
+    config: Config | None = None,
 ) -> Callable[..., Result]:
+    """`attention_varlen` for tensors like these: a function of q, k, v, the lengths and sink."""
+    config = config or config_of(q.shape[2], v.shape[2], max_q_len, right)
     tokens, num_heads, _ = q.shape
     v_dim = v.shape[2]
     if tokens == 0:
@@ -190,7 +196,6 @@ def _plan_ragged(
     batch = cu_seqlens_q.shape[0] - 1
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
-    out = q.new_empty(tokens, num_heads, v_dim)
     device = q.device
     list_tiles = Launch(
         list_tiles_kernel,
@@ -210,7 +215,7 @@ def _plan_ragged(
             describe_ragged(q, 64, config.dim),
             describe_ragged(k, config.block, config.dim),
             describe_ragged(v, config.block, config.dim),
-            describe_ragged(out, 64, config.dim),
+            describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
         ),
         (
             *(0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0),
@@ -222,7 +227,8 @@ def _plan_ragged(
         ),
         config.most_registers,
     )
-    out_shape, lse_shape = out.shape, q.shape[:2]
+    like_out, like_lse = _templates(q, v_dim)
+    like_entries = q.new_empty(1, dtype=torch.int32).expand(1 + capacity, NUM_FIELDS)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sink: Tensor | None
@@ -231,14 +237,25 @@ def _plan_ragged(
             q, k, v = addressable(q), addressable(k), addressable(v)
             options = (left, right, softcap, scale, config)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
-        out = q.new_empty(out_shape)
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-        entries = q.new_empty((1 + capacity, NUM_FIELDS), dtype=torch.int32)
-        list_tiles((), (entries, cu_q.to(torch.int32), cu_k.to(torch.int32)))
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        entries = torch.empty_like(like_entries)
+        if cu_q.dtype != torch.int32:
+            cu_q = cu_q.to(torch.int32)
+        if cu_k.dtype != torch.int32:
+            cu_k = cu_k.to(torch.int32)
+        list_tiles((), (entries, cu_q, cu_k))
         attend((q, k, v, out), (lse, lse if sink is None else sink.float(), entries))
         return out, lse
 
     return run
+
+
+def _templates(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+    """Tensors of one element that `torch.empty_like` makes an output and an lse from: of all ways
+    to allocate, the one that costs the host least."""
+    shape = q.shape[:-1]
+    one = q.new_empty(1, dtype=torch.float32)
+    return one.to(q.dtype).expand(*shape, v_dim), one.expand(shape)
 
 
 def _numbers(left: int, right: int, softcap: float, scale: float) -> tuple[int | float, ...]:
