@@ -21,7 +21,7 @@ from rooftile.kvcache.cache import KVCache
 Params = SamplingParams | BeamSearchParams
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceDelta:
     """News of one sequence: a message from the engine's loop to whoever makes text of it."""
 
@@ -236,7 +236,8 @@ class EngineCore:
             return self._fail(plan, error)
         # Before anything is released: only ready pages stay cached.
         self._cache.complete(plan.input.step)
-        for request in plan.requests:
+        requests = plan.requests
+        for request in requests:
             request.suspect = False
         deltas = [
             SequenceDelta(request.request_id, 0, prompt_logprobs=tuple(logprobs))
@@ -256,12 +257,12 @@ class EngineCore:
                 sequence.candidates = logprobs.top
             else:
                 deltas.append(self._append(sequence, token, logprobs))
-        for request in plan.requests:
-            if request.finished:
+        for request in requests:
+            if (request.beam is None and request.max_new_tokens) or request.finished:
                 continue
             if request.beam is not None:
                 deltas += self._advance_beams(request)
-            elif request.max_new_tokens == 0:
+            else:
                 deltas += self._end_scored(request)
         return deltas
 
@@ -269,14 +270,24 @@ class EngineCore:
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
     ) -> SequenceDelta:
         request = sequence.request
-        sequence.token_ids.append(token)
+        token_ids = sequence.token_ids
+        token_ids.append(token)
         self._generation_tokens += 1
-        news: dict[str, object] = {"token_ids": (token,), "logprobs": (logprobs,)}
+        delta = SequenceDelta(
+            request.request_id,
+            sequence.index,
+            (token,),
+            (logprobs,),
+            num_cached_tokens=request.num_cached_tokens or 0,
+            scheduled=request.scheduled,
+        )
         if token in request.stop_token_ids:
-            return self._finish(sequence, "stop", stop_token_id=token, **news)
-        if len(sequence.output_ids) == request.max_new_tokens:
-            return self._finish(sequence, "length", **news)
-        return self._delta(sequence, **news)
+            self._end(sequence, "stop")
+            delta.finish_reason, delta.stop_token_id = "stop", token
+        elif len(token_ids) - len(request.prompt_ids) == request.max_new_tokens:
+            self._end(sequence, "length")
+            delta.finish_reason = "length"
+        return delta
 
     def _refuse(self, sequence: Sequence, error: str) -> list[SequenceDelta]:
         """End a sequence with an error, and with a beam its whole search."""
@@ -360,10 +371,13 @@ class EngineCore:
         )
 
     def _finish(self, sequence: Sequence, reason: FinishReason, **news: object) -> SequenceDelta:
+        self._end(sequence, reason)
+        return self._delta(sequence, **news)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._scheduler.finish(sequence, reason)
         if sequence.request.finished:
             del self._requests[sequence.request.request_id]
-        return self._delta(sequence, **news)
 
     def _fail(self, plan: ScheduledStep, error: Exception) -> list[SequenceDelta]:
         """A step raised. Its requests are tried again, alone; one that was alone ends."""

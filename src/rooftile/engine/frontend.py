@@ -37,23 +37,16 @@ class TextState:
     def apply(self, delta: SequenceDelta) -> bool:
         """Take the delta in; True if a stop string ended the text (the engine must be told)."""
         output = self.output
+        if self._decoder is None:  # no text, so no stop strings either
+            self._take_tokens(delta)
+            return False
         new_from = len(self._text)
-        for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
-            output.token_ids.append(token)
-            if logprobs is not None:
-                assert output.logprobs is not None
-                output.logprobs.append(logprobs)
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
-            if token != delta.stop_token_id and self._decoder is not None:
+        for token in delta.token_ids:
+            if token != delta.stop_token_id:
                 self._text += self._decoder.push(token)
-        if delta.finish_reason is not None and self._decoder is not None:
+        if delta.finish_reason is not None:
             self._text += self._decoder.flush()
-        output.finish_reason = delta.finish_reason
-        output.error = delta.error
-        if delta.score is not None:
-            output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
-        if delta.stop_token_id in self._params.stop_token_ids:
-            output.stop_reason = delta.stop_token_id
+        self._take_tokens(delta)
         found = None
         if len(output.token_ids) >= self._params.min_tokens:
             found = self._stops.find(self._text, new_from)
@@ -67,6 +60,21 @@ class TextState:
         finished = output.finish_reason is not None
         output.text = self._text[: None if finished else self._stops.safe_length(self._text)]
         return False
+
+    def _take_tokens(self, delta: SequenceDelta) -> None:
+        output = self.output
+        output.token_ids += delta.token_ids
+        for logprobs in delta.logprobs:
+            if logprobs is not None:
+                assert output.logprobs is not None
+                output.logprobs.append(logprobs)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
+        output.finish_reason = delta.finish_reason
+        output.error = delta.error
+        if delta.score is not None:
+            output.cumulative_logprob, output.score = delta.cumulative_logprob, delta.score
+        if delta.stop_token_id is not None and delta.stop_token_id in self._params.stop_token_ids:
+            output.stop_reason = delta.stop_token_id
 
 
 class RequestState:
@@ -189,19 +197,22 @@ class Frontend:
     def apply(self, delta: SequenceDelta) -> tuple[RequestOutput | None, bool]:
         """The request that changed, and whether the engine must be told to stop this sequence."""
         state = self._open.get(delta.request_id)
-        if state is None or state.output.outputs[delta.index].finished:
+        if state is None:
             return None, False
         output = state.output
+        completion = output.outputs[delta.index]
+        if completion.finish_reason is not None:
+            return None, False
         now = time.monotonic()
         if delta.token_ids and output.metrics.first_token is None:
             output.metrics.first_token = now
         output.metrics.scheduled = delta.scheduled or output.metrics.scheduled
-        output.outputs[delta.index].token_times += [now] * len(delta.token_ids)
+        completion.token_times += [now] * len(delta.token_ids)
         if output.prompt_logprobs is not None:
             output.prompt_logprobs += delta.prompt_logprobs
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         stopped = state.texts[delta.index].apply(delta)
-        if output.finished:
+        if completion.finish_reason is not None and output.finished:
             self._close(delta.request_id, now)
         return output, stopped
 

@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return self.num_tokens - self.request.num_prompt_tokens
+        return len(self.token_ids) + self.num_pending - len(self.request.prompt_ids)
 
     @property
     def output_ids(self) -> list[int]:
@@ -51,14 +51,15 @@ class Sequence:
     @property
     def has_work(self) -> bool:
         """Whether a step can take it further now."""
-        request = self.request
-        if self.finished or self.candidates is not None:
+        if self.finish_reason is not None or self.candidates is not None:
             return False
-        if request.needs_values and self.num_pending:
+        request, pending = self.request, self.num_pending
+        if pending and request.needs_values:
             return False
         # The last new token is returned without being computed; a prompt always is.
-        most = request.num_prompt_tokens + max(request.max_new_tokens - 1, 0)
-        return self.num_computed < min(self.num_tokens, most)
+        computed = self.num_computed
+        most = len(request.prompt_ids) + max(request.max_new_tokens - 1, 0)
+        return computed < len(self.token_ids) + pending and computed < most
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Scheduler:
         if not self._schedule_suspect(plan):
             stalled = False
             for request in list(self.running):
+                if plan.num_tokens >= self.max_num_batched_tokens:
+                    break
                 if request in self.running and not request.suspect:  # not preempted just now
                     stalled |= not self._schedule_request(plan, request)
             if not stalled:
@@ -79,7 +82,7 @@ class Scheduler:
 
     def _schedule_suspect(self, plan: ScheduledStep) -> bool:
         """A request from a failed step runs alone, so that a second failure is its own."""
-        for request in [*self.running, *self.waiting]:
+        for request in itertools.chain(list(self.running), list(self.waiting)):
             if request.suspect:
                 if request in self.running or self._take_rows(request):
                     self._schedule_request(plan, request)
@@ -125,6 +128,8 @@ class Scheduler:
         return enough
 
     def _schedule_sequence(self, plan: ScheduledStep, sequence: Sequence, budget: int) -> bool:
+        if sequence.row_started and self._schedule_next(plan, sequence):
+            return True
         admitted = sequence.table is None
         if admitted:
             self._admit(sequence)
@@ -164,6 +169,31 @@ class Scheduler:
         if sequence.request.scores_prompt:
             self._score(plan, sequence, first, end)
         if end == sequence.num_tokens and sequence.request.max_new_tokens:
+            self._sample(plan, sequence)
+        return True
+
+    def _schedule_next(self, plan: ScheduledStep, sequence: Sequence) -> bool:
+        """The next token alone, in a page that is there: most of what a busy engine schedules. False,
+        and nothing has changed, where there is more to do.
+        """
+        request, first, table = sequence.request, sequence.num_computed, sequence.table
+        token_ids = sequence.token_ids
+        if (
+            table is None
+            or table.num_tokens != first
+            or len(token_ids) + sequence.num_pending != first + 1
+            or request.params.prompt_logprobs is not None
+            or not self.cache.grow(table, len(token_ids))
+        ):
+            return False
+        assert sequence.row is not None
+        token = token_ids[first] if first < len(token_ids) else -1
+        entry = StepEntry(sequence.row, first, [token], first, len(request.prompt_ids))
+        plan.input.entries.append(entry)
+        plan.scheduled.append(sequence)
+        plan.num_tokens += 1
+        sequence.num_computed = first + 1
+        if request.max_new_tokens:
             self._sample(plan, sequence)
         return True
 

@@ -22,7 +22,7 @@ class RowStart:
     output_ids: tuple[int, ...] = ()  # or a logits processor sees them
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PageUpdate:
     """Entries of one row's page table, from `start` on."""
 
@@ -32,7 +32,7 @@ class PageUpdate:
     pages: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepEntry:
     """The query tokens of one sequence: positions first .. first + len(token_ids) - 1.
 
@@ -48,7 +48,7 @@ class StepEntry:
     prompt_len: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampleSlot:
     """Sample for `row` from the last token of `entries[entry]`; it becomes output number `position`."""
 

@@ -189,6 +189,22 @@ class KVCache:
         table.num_tokens = num_tokens
         return copies
 
+    def grow(self, table: PageTable, num_known: int) -> bool:
+        """`extend` by one token where that is all there is to do for the table: there is room in a
+        page of its own, nothing to trim, and, with the values of `num_known` tokens, nothing to
+        publish. Else False, and nothing has changed.
+        """
+        written = table.num_tokens
+        if not written & self._mask or self._windows or not table.alive:
+            return False
+        if self._pools[0].refcount(table.pages[0][-1]) != 1:
+            return False
+        node = table.node
+        if node is not None and min(written + 1, num_known) >> self._shift > node.depth:
+            return False
+        table.num_tokens = written + 1
+        return True
+
     def publish(self, table: PageTable, token_ids: Sequence[int], step: int) -> None:
         """Enters the table's full pages into the tree, pending under `step`, shared from now on.
 
