@@ -8,6 +8,7 @@ import typer
 
 from rooftile.cli.bench import bench_app
 from rooftile.cli.chat import chat
+from rooftile.cli.compile import compile_kernels
 from rooftile.cli.demo import demo
 from rooftile.cli.doctor import doctor
 from rooftile.cli.errors import FriendlyGroup
@@ -47,4 +48,5 @@ app.command()(serve)
 app.command()(demo)
 app.command()(doctor)
 app.command()(explain)
+app.command("compile")(compile_kernels)
 app.add_typer(bench_app, name="bench")

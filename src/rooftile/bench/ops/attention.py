@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -103,7 +104,34 @@ def make(
     )
 
 
-SUITE = Suite("attention", GROUPS, gpu=("forward",), cpu=("cpu",), peers=PEERS, make=make)
+def build(name: str, dtype: torch.dtype, family: str) -> None:
+    """The kernels that this case launches; its tensors are never written, so they take no memory."""
+    case = attention_case(name)
+
+    def empty(lens: tuple[int, ...], heads: int, dim: int) -> Tensor:
+        shape = (sum(lens), heads, dim) if case.ragged else (case.batch, lens[0], heads, dim)
+        return torch.empty(shape, dtype=dtype)
+
+    q = empty(case.q_lens, case.num_q_heads, case.k_dim)
+    k = empty(case.kv_lens, case.num_kv_heads, case.k_dim)
+    v = empty(case.kv_lens, case.num_kv_heads, case.v_dim)
+    options = (None, -1, 0 if case.causal else -1, 0.0, case.k_dim**-0.5)
+    kernels = import_module(f"rooftile.kernels.{family}.attention")
+    if case.ragged:
+        cu = [
+            torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+            for lens in (case.q_lens, case.kv_lens)
+        ]
+        longest = (max(case.q_lens), max(case.kv_lens))
+        kernels.attention_varlen(q, k, v, *cu, *longest, *options)
+    else:
+        kernels.attention(q, k, v, *options)
+
+
+SUITE = Suite(
+    "attention", GROUPS, gpu=("forward",), cpu=("cpu",), peers=PEERS, make=make,
+    families=("gluon", "triton"), build=build,
+)  # fmt: skip
 
 
 def inputs(

@@ -35,6 +35,8 @@ class Suite:
     """groups: name -> cases; gpu, cpu: the groups that run when none is asked for.
 
     make: (case, device, dtype, kernels or None for all that support it, peers) -> `Problem`.
+    build: (case, dtype, family) -> calls that family's host code on CPU tensors without contents,
+        inside `rooftile.kernels.offline`; families: those that are compiled.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Suite:
     cpu: tuple[str, ...]
     peers: tuple[str, ...]
     make: Callable[[str, torch.device, torch.dtype, Sequence[str] | None, Sequence[str]], Problem]
+    families: tuple[str, ...] = ()
+    build: Callable[[str, torch.dtype, str], None] | None = None
 
     def cases(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """(name that rows are filed under, case); groups are replaced by their cases.

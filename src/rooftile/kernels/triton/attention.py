@@ -9,7 +9,6 @@ are visited from first to last, masked only where a bound cuts the block. From c
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.offline import capability
 from rooftile.kernels.triton.attention_tiles import INTERPRETED, Config, config_of
 
 _LOG2_E = 1.4426950408889634
@@ -190,7 +190,12 @@ def _clear(
         row += tl.num_programs(0) * rows
 
 
-_UNSPECIALISED = ["q_len", "kv_len", "left", "right", "group_size", "num_heads", "batch"]
+# Whatever a length can change, so that lengths never compile anything; `aligned` says of the strides
+# what Triton would find out.
+_UNSPECIALISED = [
+    *("q_len", "kv_len", "left", "right", "group_size", "num_heads", "batch"),
+    *(f"{x}_{stride}" for x in "qkv" for stride in ("batch_stride", "stride", "head_stride")),
+]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -239,6 +244,7 @@ def attention_kernel(
     has_softcap: tl.constexpr,
     has_sink: tl.constexpr,
     exact_dims: tl.constexpr,
+    aligned: tl.constexpr,
     precision: tl.constexpr,
     by_descriptor: tl.constexpr,
     stages: tl.constexpr,
@@ -246,6 +252,13 @@ def attention_kernel(
     mask_mod: tl.constexpr,
 ):
     """Program (tile, head, sequence); where ragged, one more sequence is the padding."""
+    if aligned:  # to multiples of 16 bytes, which the compiler sees from this
+        q_batch_stride, q_stride = q_batch_stride // 8 * 8, q_stride // 8 * 8
+        k_batch_stride, k_stride = k_batch_stride // 8 * 8, k_stride // 8 * 8
+        v_batch_stride, v_stride = v_batch_stride // 8 * 8, v_stride // 8 * 8
+        q_head_stride = q_head_stride // 8 * 8
+        k_head_stride = k_head_stride // 8 * 8
+        v_head_stride = v_head_stride // 8 * 8
     # The last tiles of a causal batch are the longest, so they go first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -421,7 +434,7 @@ def _launch(
         num_heads,
         batch if cu_seqlens is None else batch + 1,
     )
-    by_descriptor = _has_copy_engine(q.device) and all(map(_addressable, (q, k, v)))
+    by_descriptor = capability(q.device) >= (9, 0) and all(map(_addressable, (q, k, v)))
     descriptors: tuple[Any, ...] = (None,) * 4
     if by_descriptor:
         boxes = (
@@ -463,6 +476,7 @@ def _launch(
             has_softcap=softcap != 0,
             has_sink=sink is not None,
             exact_dims=k_dim == k_tile and v_dim == v_tile,
+            aligned=all(stride % 8 == 0 for x in (q, k, v) for stride in x.stride()[:3]),
             precision="ieee",
             by_descriptor=by_descriptor,
             stages=config.num_stages,
@@ -471,11 +485,6 @@ def _launch(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-
-
-@cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _addressable(x: Tensor) -> bool:

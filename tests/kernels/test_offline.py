@@ -1,0 +1,89 @@
+"""Building without a GPU: what is compiled, what is found again, and that lengths compile nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.bench.ops.attention import SUITE
+from rooftile.kernels.offline import TARGETS, capability, offline
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(
+    family: str, lens: list[tuple[int, int]], ragged: bool, causal: bool, dim: int = 64
+) -> None:
+    kernels: Any = import_module(f"rooftile.kernels.{family}.attention")
+    options = (None, -1, 0 if causal else -1, 0.0, 0.1)
+    q_lens, kv_lens = zip(*lens, strict=True)
+    if ragged:
+        cu = [torch.tensor([0, *n]).cumsum(0).int() for n in (q_lens, kv_lens)]
+        q, k = (torch.empty(sum(n), 2, dim, dtype=torch.bfloat16) for n in (q_lens, kv_lens))
+        kernels.attention_varlen(q, k, k, *cu, max(q_lens), max(kv_lens), *options)
+        return
+    for m, n in lens:
+        q, k = (torch.empty(3, length, 2, dim, dtype=torch.bfloat16) for length in (m, n))
+        kernels.attention(q, k, k, *options)
+
+
+LENGTHS = [(1, 1), (16, 16), (17, 300), (128, 77), (513, 1025), (2048, 2048)]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_lengths_compile_nothing_in_the_portable_kernel(directory: Path, ragged: bool) -> None:
+    with offline("sm_90a", directory) as built:
+        run("triton", LENGTHS[:1], ragged, True)
+        first = len(built)
+        run("triton", LENGTHS, ragged, True)
+        run("triton", [(n, n + 5) for n in range(1, 40)], ragged, True)
+    assert first == len(built) == 1
+
+
+@pytest.mark.parametrize("ragged", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
+    directory: Path, ragged: bool
+) -> None:
+    long = [(m + 6000, n + 6000) for m, n in LENGTHS]
+    with offline("sm_90a", directory) as built:
+        run("gluon", long[:1], ragged, False)
+        first = {one.kernel for one in built}
+        run("gluon", long, ragged, False)
+    again = [one for one in built if not one.found]
+    assert len(again) == len(first), "a length compiled a kernel"
+
+
+def test_a_second_process_would_find_everything(directory: Path) -> None:
+    case = "b2 s300 h2/2 d64 causal"
+    for attempt in range(2):
+        with offline("sm_90a", directory) as built:
+            # A new process has no kernel in memory: forget those of this one.
+            import_module(
+                "rooftile.kernels.triton.attention"
+            ).attention_kernel.device_caches.clear()
+            assert SUITE.build is not None
+            SUITE.build(case, torch.bfloat16, "triton")
+        assert [one.found for one in built] == ([built[0].found] if attempt == 0 else [True])
+    assert list(directory.rglob("*.cubin"))
+
+
+def test_targets_differ_and_the_context_ends(directory: Path) -> None:
+    cpu = torch.device("cpu")
+    assert capability(cpu) == (0, 0)
+    for name in ("sm_80", "sm_90a"):
+        with offline(name, directory) as built:
+            assert capability(cpu) == TARGETS[name].capability
+            run("triton", [(64, 64)], False, False, dim=128)
+        assert len(built) <= 1
+    assert capability(cpu) == (0, 0)
+    with pytest.raises(ValueError, match="no target 'sm_50'"), offline("sm_50"):
+        pass
