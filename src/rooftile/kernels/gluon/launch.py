@@ -8,6 +8,7 @@ and tensor maps of addresses seen before are reused.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,7 +50,7 @@ class Launch:
         kernel: Any,
         ctas: int,
         device: torch.device,
-        dtype: torch.dtype,  # of the descriptors' tensors
+        dtype: Hashable,  # of the tensors, as far as they may differ
         boxes: tuple[Box, ...],
         numbers: tuple[int | float, ...],
         constants: tuple[tuple[str, Any], ...],

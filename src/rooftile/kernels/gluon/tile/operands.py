@@ -108,10 +108,11 @@ def new_operand_ring(
     consumers: how many releases free a stage. A fence must follow before roles split.
     """
     b_rows: gl.constexpr = b_desc.block_shape[0]
-    if b_joined:
-        b_shape: gl.constexpr = [stages, b_boxes * b_rows, b_desc.block_shape[1]]
-    else:
-        b_shape: gl.constexpr = [stages * b_boxes, b_rows, b_desc.block_shape[1]]
+    b_shape: gl.constexpr = (
+        [stages, b_boxes * b_rows, b_desc.block_shape[1]]
+        if b_joined
+        else [stages * b_boxes, b_rows, b_desc.block_shape[1]]
+    )
     a_tiles = gl.allocate_shared_memory(
         a_desc.dtype,
         [stages, a_rows, a_desc.block_shape[1]],

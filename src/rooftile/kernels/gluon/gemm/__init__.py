@@ -1,0 +1,23 @@
+"""Stream-K matrix products for Hopper (Osama et al. 2023, arXiv 2301.03598).
+
+Persistent CTAs, one for each SM, walk equal shares of all steps along K (planning/stream_k.py is the
+specification). One producer warp copies tiles of both operands by TMA; two consumer warpgroups
+multiply. A CTA walks its share from its last tile to its first, so the part of a tile that another
+CTA finishes is published first thing, and a finisher waits for CTAs of lower numbers only.
+
+| file | what it is |
+| --- | --- |
+| forward.py | from the operator's arguments to a launch |
+| config.py | tile sizes, stages and roles, and which to take |
+| kernel.py | shared memory, barriers, roles |
+| problem.py | what every role knows |
+| shares.py | a CTA's share of the steps, segment by segment |
+| producer.py, consumer.py | the two roles |
+| fixup.py | parts of tiles that go from one CTA to another |
+| epilogue.py | bias, activation, gate, residual, store |
+"""
+
+from rooftile.kernels import Kernel
+from rooftile.kernels.gluon.gemm.forward import matmul, supports
+
+KERNELS = {"matmul": Kernel(matmul, supports, efficiency=0.45)}

@@ -1,0 +1,105 @@
+"""Tile shapes of the matrix product and what each costs in shared memory and registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rooftile.planning.stream_k import Tiling
+
+SHARED_BYTES = 225 * 1024  # of one CTA, a little left for barriers
+CHUNK_BYTES = 128  # of a row, that are stored at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is run. Measurements: docs/performance.md.
+
+    split_rows: the two consumer warpgroups share a tile's rows, else its columns.
+    buffers: shared tiles for results of each warpgroup.
+    """
+
+    block_m: int
+    block_n: int
+    split_rows: bool
+    stages: int
+    buffers: int
+    block_bytes: int = 128  # of one row of a step along K
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+    def block_k(self, itemsize: int) -> int:
+        return self.block_bytes // itemsize
+
+    def tiling(self, itemsize: int) -> Tiling:
+        return Tiling(self.block_m, self.block_n, self.block_k(itemsize))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one warpgroup multiplies."""
+        return self.block_m // 2 if self.split_rows else self.block_m
+
+    def columns(self, gated: bool) -> int:
+        """Columns of a result that one warpgroup stores."""
+        return self.block_n // (1 if self.split_rows else 2) // (2 if gated else 1)
+
+    def chunk(self, gated: bool, out_itemsize: int) -> int:
+        """Columns that a warpgroup stores at a time."""
+        return min(self.columns(gated), CHUNK_BYTES // out_itemsize)
+
+    def b_boxes(self, gated: bool, b_by_rows: bool) -> int:
+        """Boxes of the right operand in a step."""
+        if gated:
+            return 2 if self.split_rows else 4
+        return 2 if b_by_rows and not self.split_rows else 1
+
+    def shared_bytes(self, out_itemsize: int, gated: bool) -> int:
+        operands = self.stages * (self.block_m + self.block_n) * self.block_bytes
+        return (
+            operands + 2 * self.buffers * self.rows * self.chunk(gated, out_itemsize) * out_itemsize
+        )
+
+
+LARGE = Config(128, 256, True, 4, 2)
+TALL = Config(256, 128, True, 4, 1)
+SQUARE = Config(128, 128, True, 6, 2)
+FLAT = Config(64, 256, False, 5, 1)
+FEW_128 = Config(64, 128, False, 8, 1)
+FEW_64 = Config(64, 64, False, 12, 1)
+FEW_32 = Config(64, 32, False, 16, 1)
+CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
+
+
+def constants(
+    config: Config,
+    *,
+    itemsize: int,
+    a_rows: int,
+    a_by_rows: bool,
+    b_by_rows: bool,
+    activation: str,
+    has_bias: bool,
+    has_residual: bool,
+    has_scales: bool,
+) -> tuple[tuple[str, Any], ...]:
+    """The compile-time arguments of `matmul_kernel`, in its order."""
+    gated = activation.endswith("_and_mul")
+    return (
+        ("block_m", config.block_m),
+        ("block_n", config.block_n),
+        ("block_k", config.block_k(itemsize)),
+        ("a_rows", a_rows),
+        ("split_rows", config.split_rows),
+        ("stages", config.stages),
+        ("buffers", config.buffers),
+        ("consumer_registers", config.consumer_registers),
+        ("producer_registers", config.producer_registers),
+        ("a_by_rows", a_by_rows),
+        ("b_by_rows", b_by_rows),
+        ("b_boxes", config.b_boxes(gated, b_by_rows)),
+        ("gated", gated),
+        ("activation", activation.removesuffix("_and_mul")),
+        ("has_bias", has_bias),
+        ("has_residual", has_residual),
+        ("has_scales", has_scales),
+    )

@@ -1,0 +1,205 @@
+"""From the operator's arguments to a launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.flags import discard_flags, flags
+from rooftile.kernels.gluon.gemm.config import constants
+from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
+from rooftile.kernels.gluon.gemm.pad import addressable_rows, copy_rows, padded
+from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
+from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
+from rooftile.kernels.gluon.tile.divisor import divisor_fields
+from rooftile.kernels.reference import gemm as reference
+
+FP8 = torch.float8_e4m3fn
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    FP8: gl.float8e4nv,
+}
+
+
+def matmul(
+    a: Tensor,  # [m, k]
+    b: Tensor,  # [k, n]
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+    plan: Plan | None = None,
+) -> Tensor:
+    m, k = a.shape
+    n = b.shape[1]
+    gated = reference.is_gated(activation)
+    if not m * n * k:
+        return reference.matmul(
+            a, b, bias, residual, scale_a, scale_b, activation, out_dtype, batch_invariant
+        )
+    out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
+    target = addressable_rows(out)
+    a, a_by_rows = _operand(a, True)
+    b, b_by_rows = _operand(b, False)
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    plan = plan or choose_plan(
+        *(m, n, k, a.element_size(), multiprocessors(a.device), batch_invariant)
+    )
+    a_rows = plan.a_rows(a_by_rows)
+    launch = _launch(
+        plan,
+        a.device,
+        tuple(None if x is None else x.dtype for x in (a, out, bias, residual)),
+        (m, n, k),
+        (a.stride(0 if a_by_rows else 1), a_by_rows),
+        (b.stride(0 if b_by_rows else 1), b_by_rows),
+        activation,
+        None if residual is None else residual.stride(0),
+        tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
+        a_rows,
+        target.stride(0),
+    )
+    parts = torch.empty(max(plan.part_elements, 4), dtype=torch.float32, device=a.device)
+    pointers = (
+        out if bias is None else bias.contiguous(),
+        out if residual is None else residual,
+        parts if scale_a is None else scale_a.contiguous(),
+        parts if scale_b is None else scale_b.contiguous(),
+        parts,
+        flags(a.device),
+    )
+    try:
+        launch((a, b, target), pointers)
+    except BaseException:
+        discard_flags(a.device)
+        raise
+    if target is not out:
+        copy_rows(target, out)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    plan: Plan,
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],  # of a, out, bias, residual
+    sizes: tuple[int, int, int],
+    a_layout: tuple[int, bool],  # stride between rows (or columns), whether it lies by rows
+    b_layout: tuple[int, bool],
+    activation: str,
+    residual_stride: int | None,
+    scale_dims: tuple[int | None, int | None],
+    a_rows: int,  # of a box
+    out_stride: int,
+) -> Launch:
+    """All that does not depend on where the tensors lie."""
+    config = plan.config
+    m, n, k = sizes
+    in_dtype, out_dtype, bias_dtype, _ = dtypes
+    assert in_dtype is not None
+    assert out_dtype is not None
+    gated = reference.is_gated(activation)
+    out_n = n // 2 if gated else n
+    block_k = config.block_k(in_dtype.itemsize)
+    boxes = config.b_boxes(gated, b_layout[1])
+    out_box = (config.rows, config.chunk(gated, out_dtype.itemsize))
+    kernel_constants = constants(
+        config,
+        itemsize=in_dtype.itemsize,
+        a_rows=a_rows,
+        a_by_rows=a_layout[1],
+        b_by_rows=b_layout[1],
+        activation=activation,
+        has_bias=bias_dtype is not None,
+        has_residual=residual_stride is not None,
+        has_scales=scale_dims[0] is not None,
+    )
+    return Launch(
+        matmul_kernel,
+        plan.num_ctas,
+        device,
+        dtypes,
+        (
+            _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
+            _describe(in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes)),
+            _describe(out_dtype, (m, out_n), (out_stride, True), out_box),
+        ),
+        (
+            *(m, n, residual_stride or 0),
+            *(int(bool(dim)) for dim in scale_dims),
+            *(plan.tiles_m * plan.tiles_n, plan.tiles_m),
+            *divisor_fields(plan.band),
+            *divisor_fields(plan.tiles_m % plan.band or plan.band),
+            *divisor_fields(plan.band * plan.tiles_n),
+            *divisor_fields(plan.iterations),
+            plan.stream_tiles,
+            *divisor_fields(plan.group_ctas),
+            plan.group_tiles * plan.iterations,
+        ),
+        kernel_constants,
+    )
+
+
+def _describe(
+    dtype: torch.dtype, shape: tuple[int, int], layout: tuple[int, bool], box: tuple[int, int]
+) -> Box:
+    """A matrix by rows, or the transpose of one by columns."""
+    stride, by_rows = layout
+    if not by_rows:
+        shape, box = shape[::-1], box[::-1]
+    # A dimension of size 1 is never stepped over, so any legal stride will do.
+    stride = stride if shape[0] > 1 else 16 * shape[1]
+    shared = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+    return Box(shape, (stride, 1), box, shared)
+
+
+def _operand(x: Tensor, k_last: bool) -> tuple[Tensor, bool]:
+    """x as the copy engine can address it, and whether it lies by rows.
+
+    k_last: k is the last dimension. A copy is made where the base or a stride is no multiple of 16
+    bytes, and of an fp8 matrix whose contiguous dimension is not k.
+    """
+    by_rows = x.stride(1) == 1 or (x.shape[1] == 1 and x.stride(0) != 1)
+    by_columns = x.stride(0) == 1 or x.shape[0] == 1
+    if by_rows and by_columns:  # a single row or column: whichever has k in one piece
+        by_rows = k_last
+    if x.dtype == FP8 and by_rows != k_last:
+        copy = padded((x if k_last else x.T).contiguous())
+        return (copy if k_last else copy.T), k_last
+    if not by_rows and not by_columns:
+        return padded(x), True
+    long = x if by_rows else x.T
+    per_unit = 16 // x.element_size()
+    whole = long.stride(1) == 1 or long.shape[1] == 1
+    fits = long.shape[0] == 1 or (long.stride(0) % per_unit == 0 and long.stride(0) > 0)
+    if whole and fits and x.data_ptr() % 16 == 0:
+        return x, by_rows
+    copy = padded(long)
+    return (copy if by_rows else copy.T), by_rows
+
+
+def supports(call: Any) -> str | None:
+    if call.device != "cuda":
+        return f"it needs an NVIDIA GPU of compute capability 9.0, not a {call.device}"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"it is for compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if call.dtype not in (torch.bfloat16, torch.float16, FP8):
+        return f"it takes bfloat16, float16 and float8_e4m3fn, not {call.dtype}"
+    if call.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it writes bfloat16, float16 and float32, not {call.out_dtype}"
+    if reference.is_gated(call.activation) and call.b_layout == "row":
+        return "with a gate it takes weights that are stored [n, k]"
+    if max(call.m, call.n, call.k) >= 2**31 or call.m * call.n * call.k >= 2**50:
+        return "the product is too large for its counters"
+    return None

@@ -1,0 +1,67 @@
+"""How one product is run: a tile shape, and who computes which steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+
+from rooftile.kernels.gluon.gemm.config import LARGE, Config
+from rooftile.planning.stream_k import Decomposition, Product, hybrid
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of planning/stream_k.py: Decomposition that the kernel gets.
+
+    band: rows of tiles that are walked together.
+    """
+
+    config: Config
+    m: int
+    num_ctas: int
+    tiles_m: int
+    tiles_n: int
+    iterations: int
+    stream_tiles: int
+    group_ctas: int
+    group_tiles: int
+    band: int
+
+    def a_rows(self, by_rows: bool) -> int:
+        """Rows of a's box. The copy engine takes as long for rows beyond the matrix as for others,
+        so a box of few rows ends with them; what the rows after it hold reaches no result.
+        """
+        if not by_rows or self.m > self.config.block_m:
+            return self.config.block_m
+        return max(1 << (self.m - 1).bit_length(), 8)
+
+    @property
+    def part_elements(self) -> int:
+        """Size of the workspace for parts, in float32."""
+        return self.num_ctas * self.config.block_m * self.config.block_n if self.stream_tiles else 0
+
+
+def plan_of(config: Config, decomposition: Decomposition) -> Plan:
+    product, tiling = decomposition.product, decomposition.tiling
+    # The tiles that run at one time cover a square, so that they share operands.
+    band = round(sqrt(decomposition.num_ctas * tiling.block_n / tiling.block_m))
+    return Plan(
+        config,
+        product.m,
+        decomposition.num_ctas,
+        -(-product.m // tiling.block_m),
+        -(-product.n // tiling.block_n),
+        decomposition.iterations,
+        decomposition.stream_tiles,
+        decomposition.group_ctas,
+        decomposition.group_tiles,
+        max(band, 1),
+    )
+
+
+@lru_cache(maxsize=4096)
+def choose_plan(m: int, n: int, k: int, itemsize: int, num_sms: int, batch_invariant: bool) -> Plan:
+    product = Product(m, n, k)
+    config = LARGE
+    return plan_of(config, hybrid(product, config.tiling(itemsize), num_sms))

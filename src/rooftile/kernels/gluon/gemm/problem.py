@@ -1,0 +1,37 @@
+"""What every role of the matrix product needs to know."""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.gluon.tile.record import record
+
+GROUPS = gl.constexpr(2)  # consumer warpgroups
+
+
+@record
+class Problem:
+    """Sizes, pointers and compile-time switches."""
+
+    bias: gl.tensor  # pointer, [n]
+    residual: gl.tensor  # pointer, [m, n of the result]
+    scale_a: gl.tensor  # pointer to float32, [m] or one
+    scale_b: gl.tensor  # pointer to float32, [n] or one
+    parts: gl.tensor  # pointer to float32, see fixup.py
+    flags: gl.tensor  # pointer to int32, see fixup.py
+    m: gl.tensor
+    n: gl.tensor  # columns of b
+    residual_stride: gl.tensor
+    scale_a_stride: gl.tensor  # 0 where one scale serves all rows
+    scale_b_stride: gl.tensor
+    block_m: gl.constexpr
+    block_n: gl.constexpr
+    block_k: gl.constexpr
+    split_rows: gl.constexpr  # the warpgroups share a tile's rows, else its columns
+    a_by_rows: gl.constexpr  # k is a's contiguous dimension
+    b_by_rows: gl.constexpr  # n is b's contiguous dimension
+    b_boxes: gl.constexpr
+    gated: gl.constexpr
+    activation: gl.constexpr  # of the gate, if there is one
+    has_bias: gl.constexpr
+    has_residual: gl.constexpr
+    has_scales: gl.constexpr

@@ -1,0 +1,40 @@
+"""The producer warp: loads the operands of every step of its CTA's share."""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.gluon.tile.ring import first_fill
+
+
+@gluon.jit
+def load_operands(problem, shares, ring, a_desc, b_desc):
+    block_m: gl.constexpr = problem.block_m
+    out_columns: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
+    box_columns: gl.constexpr = problem.block_n // problem.b_boxes
+    fill = first_fill()
+    begin, end, whole = shares.first()
+    while (end > begin) | (whole < shares.num_tiles):
+        tile, first, last, end, whole = shares.take(begin, end, whole)
+        tile_m, tile_n = shares.corner(tile)
+        row0 = tile_m * block_m
+        column0 = tile_n * out_columns
+        for i in range(first, last):
+            k0 = i * problem.block_k
+            ring.acquire(fill)
+            if problem.a_by_rows:
+                ring.load_a(fill, a_desc, (row0, k0))
+            else:
+                ring.load_a(fill, a_desc, (k0, row0))
+            for box in gl.static_range(problem.b_boxes):
+                if problem.gated:  # gate and value in turn, for each warpgroup's columns
+                    column = column0 + (box // 2) * box_columns
+                    if box % 2 == 1:
+                        column += problem.n // 2
+                else:
+                    column = column0 + box * box_columns
+                if problem.b_by_rows:
+                    ring.load_b(fill, box, b_desc, (k0, column))
+                else:
+                    ring.load_b(fill, box, b_desc, (column, k0))
+            fill = ring.after(fill)

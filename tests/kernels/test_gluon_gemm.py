@@ -1,0 +1,244 @@
+"""The Hopper matrix product in the simulator: host path and device source, exactly and in float64.
+
+What a simulator cannot check (layouts, swizzles, visibility) tests/ops/test_gemm_gpu.py checks on a
+GPU, over the same features.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftile.kernels.flags import flags
+from rooftile.kernels.reference import gemm as reference
+from rooftile.planning.stream_k import Product, data_parallel, hybrid, split_k, stream_k
+from tests.support.gluon_sim import load_simulated, simulation
+
+FORWARD, PLAN, CONFIG = load_simulated(
+    "rooftile.kernels.gluon.gemm.forward",
+    "rooftile.kernels.gluon.gemm.plan",
+    "rooftile.kernels.gluon.gemm.config",
+)
+ACTIVATIONS = list(reference.ACTIVATIONS)
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FORWARD, "multiprocessors", lambda device: 3)
+
+
+def planned(config: Any, scheme: str, m: int, n: int, k: int, sms: int, itemsize: int = 2) -> Any:
+    product, tiling = Product(m, n, k), config.tiling(itemsize)
+    if scheme == "split-k":
+        split = min(3, tiling.iterations(product))
+        plan = split_k(product, tiling, split * tiling.tiles(product), split)
+    else:
+        build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
+        plan = build(product, tiling, sms)
+    return PLAN.plan_of(config, plan)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "column":
+        return x.T.contiguous().T
+    if layout == "inside":
+        wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan).to(x.dtype)
+        wide[:, 2:-3] = x
+        return wide[:, 2:-3]
+    return x
+
+
+def product(
+    a: Tensor, b: Tensor, *rest: Any, activation: str = "none", out: Any = None, plan: Any = None,
+    seed: int = 0, residency: int | None = None,
+) -> Tensor:  # fmt: skip
+    bias, residual, scale_a, scale_b = (*rest, None, None, None, None)[:4]
+    with simulation(seed=seed, residency=residency or plan.num_ctas):
+        got: Tensor = FORWARD.matmul(
+            *(a, b, bias, residual, scale_a, scale_b, activation, out or a.dtype, False, plan)
+        )
+    assert not flags(a.device).any()  # as the next launch expects them
+    return got
+
+
+@settings(max_examples=60)
+@given(
+    config=st.sampled_from(CONFIG.CONFIGS),
+    scheme=st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]),
+    m=st.sampled_from([1, 63, 64, 65, 129, 300]),
+    n=st.sampled_from([1, 8, 64, 127, 264, 520]),
+    k=st.sampled_from([1, 8, 64, 65, 200, 512]),
+    layouts=st.tuples(*[st.sampled_from(["row", "column", "inside"])] * 2),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    sms=st.integers(1, 7),
+    seed=st.integers(0, 2**31),
+)
+def test_integers_come_out_exactly(
+    config: Any,
+    scheme: str,
+    m: int,
+    n: int,
+    k: int,
+    layouts: tuple[str, str],
+    dtype: torch.dtype,
+    sms: int,
+    seed: int,
+) -> None:
+    """Every slice of k of every tile is there once, whatever the scheme and the order of events."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(1, 4, (m, k), generator=generator)
+    b = torch.randint(1, 4, (k, n), generator=generator)
+    got = product(
+        laid_out(a.to(dtype), layouts[0]),
+        laid_out(b.to(dtype), layouts[1]),
+        out=torch.float32,
+        plan=planned(config, scheme, m, n, k, sms),
+        seed=seed,
+    )
+    assert torch.equal(got, (a @ b).float())
+
+
+@settings(max_examples=40)
+@given(
+    config=st.sampled_from(CONFIG.CONFIGS),
+    m=st.sampled_from([1, 65, 140]),
+    n=st.sampled_from([2, 64, 130, 272]),
+    k=st.sampled_from([8, 130, 300]),
+    activation=st.sampled_from(ACTIVATIONS),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    out=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    sms=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_epilogues(
+    config: Any,
+    m: int,
+    n: int,
+    k: int,
+    activation: str,
+    has_bias: bool,
+    has_residual: bool,
+    out: torch.dtype,
+    sms: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    a, b = draw(m, k), draw(n, k).T / k**0.5
+    bias = draw(n) if has_bias else None
+    columns = n // 2 if reference.is_gated(activation) else n
+    residual = draw(m, columns + 3)[:, 1:-2] if has_residual else None
+    got = product(
+        *(a, b, bias, residual),
+        activation=activation,
+        out=out,
+        plan=planned(config, "hybrid", m, n, k, sms),
+        seed=seed,
+    )
+    wide = [None if x is None else x.double() for x in (a, b, bias, residual)]
+    exact = reference.matmul(*wide, None, None, activation, torch.float64, False)  # type: ignore[arg-type]
+    allowed = (torch.finfo(out).eps + 3e-6) * (exact.abs() + 0.1)
+    assert bool(((got.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("config", [CONFIG.LARGE, CONFIG.FEW_64])
+@pytest.mark.parametrize("layouts", [("row", "column"), ("column", "row")])
+def test_fp8(config: Any, layouts: tuple[str, str]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a = laid_out(torch.randn(150, 600, generator=generator).to(FP8), layouts[0])
+    b = laid_out(torch.randn(600, 140, generator=generator).to(FP8), layouts[1])
+    rows, columns = (torch.rand(n, generator=generator) + 0.5 for n in (150, 140))
+    for scales in ((rows, columns), (torch.tensor(0.3), torch.tensor(2.0)), (rows, columns[0])):
+        got = product(
+            *(a, b, None, None, *scales),
+            out=torch.float32,
+            plan=planned(config, "hybrid", 150, 140, 600, 3, 1),
+        )
+        exact = reference.matmul(
+            a.double(), b.double(), None, None, *scales, "none", torch.float64, False
+        )
+        assert torch.allclose(got.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice
+@pytest.mark.parametrize("scheme", ["stream-k", "split-k"])
+def test_any_order_of_events(scheme: str, seed: int) -> None:
+    """Bits, too: parts are added in one order, whoever comes first."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*s, generator=generator).bfloat16() for s in ((70, 900), (900, 200)))
+    plan = planned(CONFIG.SQUARE, scheme, 70, 200, 900, 5)
+    got = product(a, b, plan=plan, seed=seed)
+    assert torch.equal(got, product(a, b, plan=plan, seed=99))
+
+
+def test_ctas_that_start_late_are_waited_for_by_higher_ones_only() -> None:
+    """With fewer places than CTAs those of low numbers run first: nobody waits for one to come."""
+    a, b = torch.ones(70, 900).bfloat16(), torch.ones(900, 200).bfloat16()
+    plan = planned(CONFIG.SQUARE, "stream-k", 70, 200, 900, 6)
+    for residency in (1, 2, 4):
+        got = product(a, b, plan=plan, residency=residency, seed=residency)
+        assert torch.equal(got, torch.full((70, 200), 900.0).bfloat16())
+
+
+def test_a_failed_launch_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.ones(70, 900).bfloat16(), torch.ones(900, 200).bfloat16()
+    plan = planned(CONFIG.SQUARE, "stream-k", 70, 200, 900, 3)
+    published = flags(a.device)
+
+    class Abort(Exception):
+        pass
+
+    def publish_and_fail(*_: Any) -> None:
+        published[0] = 1
+        raise Abort
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FORWARD, "_launch", lambda *_: publish_and_fail)
+        with pytest.raises(Abort):
+            product(a, b, plan=plan)
+    assert published.any()
+    assert torch.equal(product(a, b, plan=plan), torch.full((70, 200), 900.0).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 8, 0)])
+def test_empty(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, b, bias = torch.ones(m, k).half(), torch.ones(k, n).half(), torch.ones(n).half()
+    with simulation():
+        got = FORWARD.matmul(a, b, bias, None, None, None, "none", torch.float16, False)
+    assert torch.equal(got, torch.ones(m, n).half())
+
+
+def test_operands_are_read_where_they_lie() -> None:
+    (wide,) = (torch.zeros(40, 3, 64).bfloat16(),)
+    inside = wide[:, 1]
+    assert FORWARD._operand(inside, True) == (inside, True)
+    assert FORWARD._operand(inside.T, False)[0] is not None
+    got, by_rows = FORWARD._operand(inside.T, False)
+    assert got.data_ptr() == inside.data_ptr()
+    assert not by_rows
+    copied, _ = FORWARD._operand(torch.zeros(40, 30).bfloat16(), True)
+    assert copied.stride(0) == 32
+
+
+def test_reasons_for_refusal() -> None:
+    call = SimpleNamespace(device="cpu", dtype=torch.bfloat16)
+    reason = FORWARD.supports(call)
+    assert reason == "it needs an NVIDIA GPU of compute capability 9.0, not a cpu"
+
+
+def test_configurations_fit_the_machine() -> None:
+    for config in CONFIG.CONFIGS:
+        for gated in (False, True):
+            assert config.shared_bytes(2, gated) <= CONFIG.SHARED_BYTES
