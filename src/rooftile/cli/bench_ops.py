@@ -17,13 +17,13 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 
 def bench_ops(
-    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention")],
+    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention, paged or split_kv")],
     cases: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
             show_default="forward on a GPU, cpu on a CPU",
-            help="Groups (forward, short, varlen, cpu) or cases such as "
+            help="Groups (forward, short, varlen, cpu; of paged also fp8, prefill, ...) or cases such as "
             "'b4 s4096 h32/8 d128 causal', separated by commas.",
         ),
     ] = "",

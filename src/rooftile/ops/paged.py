@@ -101,7 +101,7 @@ def paged_attention(
     check_batch(name, q, k_pages, batch, left)
     _check_scales(name, k_pages, v_pages, k_scale, v_scale)
     if plan is not None:
-        call = _call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+        call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
         _check_plan(name, plan, call, batch, q.shape[0], kernel)
         kernel = plan.kernel
     out, lse = PAGED_ATTENTION.handle(
@@ -142,7 +142,7 @@ def plan_paged_attention(
     check_heads(name, q.shape[1], k_pages.shape[1])
     left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
     check_batch(name, q, k_pages, batch, left)
-    call = _call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+    call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
     return make_plan(call, batch, q.shape[0], kernel)
 
 
@@ -401,7 +401,7 @@ def _check_slots(
         )
 
 
-def _call(
+def paged_call(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -436,7 +436,9 @@ PAGED_ATTENTION = Operator(
     " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
     module="paged",
     families=("triton", "cpu", "torch", "reference"),
-    call=lambda q, k_pages, v_pages, *rest: _call(*(q, k_pages, v_pages, *rest[5:9], rest[12])),
+    call=lambda q, k_pages, v_pages, *rest: paged_call(
+        *(q, k_pages, v_pages, *rest[5:9], rest[12])
+    ),
     fake=lambda q, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )
 

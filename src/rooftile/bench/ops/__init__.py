@@ -5,6 +5,9 @@
 | suite.py | what an operator's measurements consist of: cases, contenders, a check |
 | registry.py | the suites by name |
 | attention.py | the suite of `attention` and `attention_varlen` |
+| paged.py | the suites of `paged_attention` and its plans |
+| stream.py | a kernel that only reads |
+| decode_plot.py | SM timelines of plans |
 | timing.py | functions timed in turn, with flushed caches |
 | run.py | a case: checked first, then timed, as rows |
 | plot.py | rows as the bar charts of the FlashAttention papers |

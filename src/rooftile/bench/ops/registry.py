@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from rooftile.bench.ops.attention import SUITE as ATTENTION
+from rooftile.bench.ops.paged import PLAN_SUITE
+from rooftile.bench.ops.paged import SUITE as PAGED
 from rooftile.bench.ops.suite import Suite
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (ATTENTION,)}
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (ATTENTION, PAGED, PLAN_SUITE)}
 
 
 def suite_of(name: str) -> Suite:
