@@ -17,7 +17,9 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 
 def bench_ops(
-    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention, paged or split_kv")],
+    operator: Annotated[
+        str, typer.Argument(metavar="OPERATOR", help="attention, paged or split_kv")
+    ],
     cases: Annotated[
         str,
         typer.Option(
