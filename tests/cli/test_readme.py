@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from rooftile import attention
 from rooftile.models import loader
 
 README = Path(__file__).parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["engine", "beams", "operator"])
+@pytest.mark.parametrize("code", EXAMPLES, ids=["engine", "beams", "operator", "modifiers"])
 def test_examples_run(
     code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,14 +33,19 @@ def test_examples_run(
     elif "llm" in names:
         assert "The capital of France is Paris." in capsys.readouterr().out
         assert names["llm"].stats().kv.in_use == 0
+    elif "packed" in names:
+        q, out = names["q"], names["out"]
+        alone = attention(q[:, :3], q[:, :3], q[:, :3], causal=True)
+        assert out.shape == q.shape
+        assert torch.equal(out[:, 0], alone[:, 0])  # sees itself only
     else:
         assert names["out"].shape == (2, 7, 8, 64)
 
 
 def test_commands_exist(rooftile: Callable[..., Any]) -> None:
     commands = re.findall(
-        r"^rooftile ([a-z]+(?: engine| sharing| serve)?) ", README.read_text(), re.MULTILINE
+        r"^rooftile ([a-z]+(?: engine| sharing| serve| ops)?) ", README.read_text(), re.MULTILINE
     )
-    assert len(commands) == 10
+    assert len(commands) == 13
     for command in commands:
         assert rooftile(*command.split(), "--help").exit_code == 0

@@ -6,6 +6,7 @@ Triton's side is tested by tests/kernels/test_triton_attention.py (interpreter) 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,12 @@ def test_the_source_names_the_modifier() -> None:
     assert score_mod(None, reference=tanh_bias).key == SCORE.key
     assert SCORE.key.startswith("tanh_bias-")
     assert mask_mod(None, reference=same_document).key != THIRDS.key
+    typed = []
+    for factor in (2, 2, 3):  # as at an interpreter's prompt: no file holds the source
+        names: dict[str, Any] = {}
+        exec(f"def double(s, b, h, i, j): return s * {factor}", names)
+        typed.append(score_mod(None, reference=names["double"]).key)
+    assert typed[0] == typed[1] != typed[2]
 
 
 def test_refusals() -> None:

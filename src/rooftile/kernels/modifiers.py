@@ -7,9 +7,9 @@ look the functions up here.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -44,12 +44,20 @@ class Modifier:
 
 
 def register(kind: Kind, fn: Any, reference: Callable[..., Tensor]) -> Modifier:
-    """The same sources give the same modifier, in every process."""
+    """The same source gives the same modifier, in every process of one Python version.
+
+    It is compared as byte code, which is there at an interpreter's prompt too.
+    """
     source = "" if fn is None else str(getattr(fn, "cache_key", None) or fn.fn.__code__.co_code)
-    text = f"{kind}\n{source}\n{inspect.getsource(reference)}\n{reference.__defaults__}"
+    text = f"{kind}\n{source}\n{_instructions(reference.__code__)}\n{reference.__defaults__}"
     key = f"{reference.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     FUNCTIONS[key] = Functions(fn, reference)
     return Modifier(kind, key)
+
+
+def _instructions(code: CodeType) -> str:
+    constants = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames}"
 
 
 def functions(key: str) -> Functions | None:

@@ -25,8 +25,8 @@ def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
     fn: a `@triton.jit` function, or None where only the reference is to run. It may be evaluated
         at any valid index, visible or not.
     reference: the same computation in torch; also the one that has gradients, for `tensors` too.
-        It must be a function with readable source that captures no local variables, since the
-        source names the modifier: captured tensors go through `modifier(*tensors)`.
+        It must capture no local variables, since its source names the modifier: captured tensors
+        go through `modifier(*tensors)`.
 
     Raises:
         ValueError: something that is no such function.
@@ -56,12 +56,7 @@ def _registered(name: str, kind: Kind, fn: Any, reference: Callable[..., Tensor]
             f"{name}: {reference.__name__} captures {', '.join(reference.__code__.co_freevars)}; "
             f"pass tensors as arguments, {name}(...)(tensor), so that its source says what it does"
         )
-    try:
-        return register(kind, fn, reference)
-    except OSError as error:
-        raise ValueError(
-            f"{name}: the source of {reference.__name__} cannot be read; define it in a file"
-        ) from error
+    return register(kind, fn, reference)
 
 
 def check_modifiers(
