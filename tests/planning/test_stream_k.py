@@ -90,6 +90,18 @@ def test_timelines_end_and_hold_all_the_work(plan: Decomposition) -> None:
         last[span.cta] = span.end
 
 
+@given(decompositions())
+def test_extremes_need_no_walk_through_the_ctas(plan: Decomposition) -> None:
+    segments = [list(plan.segments(cta)) for cta in range(plan.num_ctas)]
+    steps = max(sum(segment.iterations for segment in one) for one in segments)
+    if plan.stream_tiles in (0, plan.tiles):
+        assert plan.most_steps == steps
+    assert steps <= plan.most_steps <= steps + plan.iterations
+    assert 0 <= plan.most_segments - max(map(len, segments)) <= 1
+    parts = max((len(ctas) for ctas in plan.parts.values()), default=1)
+    assert 0 <= plan.most_parts - parts <= 1
+
+
 @given(st.integers(1, 400), st.integers(1, 132))
 def test_hybrid_tiles_have_at_most_two_parts(tiles: int, num_sms: int) -> None:
     plan = hybrid(Product(64 * tiles, 64, 640), Tiling(64, 64, 32), num_sms)

@@ -127,6 +127,35 @@ class Decomposition:
                     found.setdefault(segment.tile, []).append((segment.first, cta))
         return {tile: tuple(cta for _, cta in sorted(parts)) for tile, parts in found.items()}
 
+    @property
+    def most_steps(self) -> int:
+        """Steps of the CTA that has most of them."""
+        whole = -(-(self.tiles - self.stream_tiles) // self.num_ctas)
+        return self._piece(most=True) + whole * self.iterations
+
+    @property
+    def most_segments(self) -> int:
+        """Segments of the CTA that has most of them, or one more."""
+        whole = -(-(self.tiles - self.stream_tiles) // self.num_ctas)
+        if not self.stream_tiles:
+            return whole
+        if self.group_tiles == 1:
+            return 1 + whole
+        return (self._piece(most=True) - 2) // self.iterations + 2 + whole
+
+    @property
+    def most_parts(self) -> int:
+        """CTAs of the tile that most CTAs share, or one more."""
+        if not self.stream_tiles:
+            return 1
+        if self.group_tiles == 1:
+            return self.group_ctas
+        return (self.iterations - 2) // self._piece(most=False) + 2
+
+    def _piece(self, most: bool) -> int:
+        steps = self.group_tiles * self.iterations
+        return -(-steps // self.group_ctas) if most else steps // self.group_ctas
+
     def waves(self, num_sms: int) -> float:
         """Waves of whole tiles that the machine's SMs would need."""
         return self.tiles / num_sms
@@ -135,11 +164,7 @@ class Decomposition:
         """Share of the SMs' steps that are used: all steps over SMs x the longest CTA's steps
         (quantization efficiency, section 3).
         """
-        longest = max(
-            sum(segment.iterations for segment in self.segments(cta))
-            for cta in range(self.num_ctas)
-        )
-        return self.tiles * self.iterations / (num_sms * longest)
+        return self.tiles * self.iterations / (num_sms * self.most_steps)
 
 
 def data_parallel(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:

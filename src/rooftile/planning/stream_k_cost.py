@@ -2,15 +2,21 @@
 
 The model is that of the Stream-K paper (arXiv 2301.03598, appendix A.1): a CTA takes
 
-    setup + iteration * steps + publish (if others finish its tile) + fixup * (parts it adds)
+    setup (each segment) + iteration * steps + publish (if others finish its tile)
+        + fixup * (parts it adds)
 
-and in addition it waits for parts that are not published yet.
+and in addition it waits for parts that are not published yet. The four costs are measured for each
+tile shape (`stream_k_costs.json`; `benchmarks/gemm_costs.py` fits them), or come from the data sheet
+of a machine that was not measured.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from rooftile.planning.hardware import Machine
@@ -26,11 +32,12 @@ from rooftile.planning.stream_k import (
     stream_k,
 )
 
-# Tiles of a warp-specialised Hopper kernel: accumulators of two consumer warpgroups, steps of 128
-# bytes along K.
-TILINGS = (Tiling(128, 256, 64), Tiling(128, 128, 64), Tiling(64, 256, 64), Tiling(64, 128, 64))
-L2_BYTES_PER_CLOCK = 64  # of one SM: what partial tiles pass through
-SETUP_SECONDS = 2.0e-6  # of a tile: fill of the pipeline and epilogue
+# Tiles of a warp-specialised Hopper kernel: two consumer warpgroups, steps of 128 bytes along K.
+SHAPES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32))
+STEP_BYTES = 128
+L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass through
+SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
+LAUNCH_SECONDS = 4.5e-6
 MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -67,12 +74,50 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True)
+class Machinery:
+    """A machine's costs. Computing and reading overlap, the better the larger `sharpness` is:
+
+    seconds^sharpness = (launch + CTA's costs)^sharpness + (start + bytes / bandwidth)^sharpness
+    """
+
+    launch: float
+    start: float
+    bandwidth: float
+    sharpness: float
+    costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
+
+    def of(self, tiling: Tiling) -> Costs:
+        return self.costs[tiling.block_m, tiling.block_n]
+
+
+@cache
+def machinery(machine: Machine) -> Machinery:
+    """What was measured on this machine, or predictions from its data sheet."""
+    measured = json.loads(Path(__file__).with_name("stream_k_costs.json").read_text())
+    if machine.name in measured:
+        row = measured[machine.name]
+        costs = {}
+        for shape, values in row.pop("costs").items():
+            block_m, block_n = map(int, shape.split("x"))
+            costs[block_m, block_n] = Costs(**values)
+        return Machinery(**row, costs=costs)
+    costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
+    return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, costs)
+
+
+def tiling_of(block_m: int, block_n: int, *, itemsize: int) -> Tiling:
+    """A tile shape with the steps that the kernel takes along K."""
+    return Tiling(block_m, block_n, STEP_BYTES // itemsize)
+
+
 def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:
     """Costs from the machine's data sheet: a step takes as long as its multiplications, or as its
     operands need from the L2 cache, whichever is longer; a part passes through the L2 cache.
     """
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
-    matrix = 2.0 * block_m * block_n * block_k / (machine.matrix_flops_per_clock * MATRIX_SHARE)
+    rate = machine.matrix_flops_per_clock * MATRIX_SHARE * 2 / itemsize
+    matrix = 2.0 * block_m * block_n * block_k / rate
     operands = (block_m + block_n) * block_k * itemsize / L2_BYTES_PER_CLOCK
     part = block_m * block_n * 4 / L2_BYTES_PER_CLOCK / machine.clock
     return Costs(SETUP_SECONDS, max(matrix, operands) / machine.clock, part, part)
@@ -140,16 +185,22 @@ def _run(
 
 
 def predict(decomposition: Decomposition, machine: Machine, itemsize: int = 2) -> float:
-    """Seconds: the longest CTA's, or what reading and writing the matrices once takes."""
-    costs = predicted_costs(machine, decomposition.tiling, itemsize)
+    """Seconds, without walking through the CTAs."""
+    known = machinery(machine)
+    costs = known.of(decomposition.tiling)
+    others = decomposition.most_parts - 1
+    computing = known.launch + costs.iteration * decomposition.most_steps
+    computing += costs.setup * decomposition.most_segments
+    computing += (costs.publish if others else 0.0) + costs.fixup * others
     product = decomposition.product
-    work = linear_work(product.m, product.k, product.n, itemsize)
-    end = max(span.end for span in timeline(decomposition, costs))
-    return max(end, work.bytes / machine.bandwidth)
+    moved = linear_work(product.m, product.k, product.n, itemsize).bytes
+    reading = known.start + moved / known.bandwidth
+    power = known.sharpness
+    return float((computing**power + reading**power) ** (1 / power))
 
 
 def candidates(
-    product: Product, num_sms: int, tilings: Iterable[Tiling] = TILINGS
+    product: Product, num_sms: int, tilings: Iterable[Tiling]
 ) -> Iterator[Decomposition]:
     """Every scheme of every tiling, those that come out alike left out."""
     for tiling in tilings:
@@ -157,8 +208,9 @@ def candidates(
         yield data_parallel(product, tiling, num_sms)
         if tiles % num_sms == 0:
             continue  # full waves: nothing to gain
-        for split in SPLITS:
-            if 1 < split <= iterations and tiles * split <= num_sms:
+        most = num_sms // tiles
+        for split in sorted({*SPLITS, most}):
+            if 1 < split <= min(iterations, most):
                 yield split_k(product, tiling, num_sms, split)
         if tiles < num_sms:
             yield stream_k(product, tiling, num_sms)
@@ -170,9 +222,14 @@ def choose(
     product: Product,
     machine: Machine,
     itemsize: int = 2,
-    tilings: Iterable[Tiling] = TILINGS,
+    tilings: Iterable[Tiling] | None = None,
 ) -> Choice:
-    """The decomposition that is predicted to take least; of equal ones the first, so the simplest."""
+    """The decomposition that is predicted to take least; of equal ones the first, so the simplest.
+
+    tilings: those to choose from, `None` for the kernel's.
+    """
+    if tilings is None:
+        tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES]
     timed = [
         (predict(decomposition, machine, itemsize), decomposition)
         for decomposition in candidates(product, machine.units, tilings)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 
-from rooftile.kernels.gluon.gemm.config import LARGE, Config
-from rooftile.planning.stream_k import Decomposition, Product, hybrid
+from rooftile.kernels.gluon.gemm.config import CONFIGS, Config
+from rooftile.planning.hardware import H200
+from rooftile.planning.stream_k import Decomposition, Product, data_parallel
+from rooftile.planning.stream_k_cost import choose, predict
+
+_FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,20 @@ def plan_of(config: Config, decomposition: Decomposition) -> Plan:
 
 @lru_cache(maxsize=4096)
 def choose_plan(m: int, n: int, k: int, itemsize: int, num_sms: int, batch_invariant: bool) -> Plan:
-    product = Product(m, n, k)
-    config = LARGE
-    return plan_of(config, hybrid(product, config.tiling(itemsize), num_sms))
+    """The plan that is predicted to take least (planning/stream_k_cost.py).
+
+    batch_invariant: whole tiles of a shape that depends on n and k alone, the one that is best for
+        64 rows.
+    """
+    machine = replace(H200, units=num_sms)
+    if batch_invariant:
+        few = [x for x in CONFIGS if x.block_m == _FEW_ROWS]
+        whole = [data_parallel(Product(_FEW_ROWS, n, k), x.tiling(itemsize), num_sms) for x in few]
+        times = [predict(x, machine, itemsize) for x in whole]
+        config = few[times.index(min(times))]
+        return plan_of(config, data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms))
+    # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
+    configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
+    by_tiling = {x.tiling(itemsize): x for x in configs}
+    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling)).decomposition
+    return plan_of(by_tiling[best.tiling], best)
