@@ -10,7 +10,7 @@ chunk of 128 tokens, and the tile's sum of weights. The second has a program a r
   maximum reaches it are read. Their tokens above it, the candidates, are ranked pairwise in float64;
 - where there are more candidates than that pays for (a flat nucleus, thousands of equal scores), a
   search over the order of all tokens, by score and then by id, finds the last one that is kept, by
-  counts and masses over the row.
+  counts and masses over the row (`search_last`).
 
 Tokens are compared as the reference compares them: by score, and among equals by id. Numbers come
 from the same Philox stream.
@@ -32,6 +32,7 @@ CHUNK = 128
 TILE = 2048
 CANDIDATES = 1024  # ranked pairwise; more are searched
 MARGIN = 0.999  # candidates are found in float32; it keeps those at the border
+CHOOSE_WARPS = 8
 MOST_TOP = 512  # of top_logprobs
 
 
@@ -107,14 +108,17 @@ def scan_kernel(
 
 @triton.jit
 def kth_key(keys, inside, k):
-    """The k-th largest of the keys inside, of which there are at least k."""
+    """A key that exactly k of the keys inside reach or, where equal ones prevent that, the k-th
+    largest. There are at least k of them.
+    """
     low = tl.min(tl.where(inside, keys, 0x7FFFFFFF)).to(tl.int64)
     high = tl.max(tl.where(inside, keys, -0x80000000)).to(tl.int64) + 1
-    while high - low > 1:
+    count = tl.full([], 0, tl.int32)
+    while (high - low > 1) & (count != k):
         middle = (low + high) >> 1
-        enough = tl.sum((inside & (keys >= middle)).to(tl.int32)) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        count = tl.sum((inside & (keys >= middle)).to(tl.int32))
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
     return low.to(tl.int32)
 
 
@@ -227,52 +231,95 @@ def draw_candidate(
 
 
 @triton.jit
-def mass_above(row_scores, vocab, peak, heat, pivot, tile: tl.constexpr):
-    """Number and mass of the tokens whose order key is above the pivot."""
-    count = 0
+def above_three(row_scores, vocab, peak, heat, a, b, c, tile: tl.constexpr):
+    """Number and mass of the tokens whose order key is above each of three pivots."""
+    lane = tl.arange(0, tile)
+    count_a = tl.zeros([tile], tl.int32)
+    count_b = tl.zeros([tile], tl.int32)
+    count_c = tl.zeros([tile], tl.int32)
+    mass_a = tl.zeros([tile], tl.float64)
+    mass_b = tl.zeros([tile], tl.float64)
+    mass_c = tl.zeros([tile], tl.float64)
+    for first in range(0, vocab, tile):
+        ids = first + lane
+        x = tl.load(row_scores + ids, mask=ids < vocab, other=float("-inf"))
+        key = tl.where(ids < vocab, order_key(x, ids), -0x8000000000000000)
+        w = weight_of(x, peak, heat).to(tl.float64)
+        count_a += (key > a).to(tl.int32)
+        count_b += (key > b).to(tl.int32)
+        count_c += (key > c).to(tl.int32)
+        mass_a += tl.where(key > a, w, 0.0)
+        mass_b += tl.where(key > b, w, 0.0)
+        mass_c += tl.where(key > c, w, 0.0)
+    return (
+        tl.sum(count_a),
+        tl.sum(count_b),
+        tl.sum(count_c),
+        tl.sum(mass_a),
+        tl.sum(mass_b),
+        tl.sum(mass_c),
+    )
+
+
+@triton.jit
+def between(low, high):
+    """Halfway between two int64 whose sum may not fit."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def search_last(
+    row_scores, found_scores, found_ids, vocab, peak, heat, k, share, low, number,
+    tile: tl.constexpr, limit: tl.constexpr,
+):  # fmt: skip
+    """The last token that is kept: the k-th, or with k = 0 the first up to and with which the mass
+    reaches `share`. It lies above the order key low, as do `number` tokens at most.
+
+    Returns an order key just below it, and number and mass of the tokens above that. Quarters the
+    interval of order keys until few tokens are in it, and then halves it among those.
+    """
+    high = order_key(peak, tl.full([], 0, tl.int32))
+    done = tl.full([], 0, tl.int32)  # tokens above high, and their mass
     mass = tl.full([], 0.0, tl.float64)
+    while (number - done > limit) & (high > low + 1):
+        b = between(low, high)
+        a = between(low, b)
+        c = between(b, high)
+        n_a, n_b, n_c, m_a, m_b, m_c = above_three(row_scores, vocab, peak, heat, a, b, c, tile)
+        at_a = tl.where(k > 0, n_a >= k, m_a >= share)
+        at_b = tl.where(k > 0, n_b >= k, m_b >= share)
+        at_c = tl.where(k > 0, n_c >= k, m_c >= share)
+        # The interval (low, high] that has it: from above c downwards.
+        number = tl.where(at_c, n_c, tl.where(at_b, n_b, tl.where(at_a, n_a, number)))
+        low = tl.where(at_c, c, tl.where(at_b, b, tl.where(at_a, a, low)))
+        done = tl.where(at_c, done, tl.where(at_b, n_c, tl.where(at_a, n_b, n_a)))
+        mass = tl.where(at_c, mass, tl.where(at_b, m_c, tl.where(at_a, m_b, m_a)))
+        high = tl.where(at_c, high, tl.where(at_b, c, tl.where(at_a, b, a)))
+    count = tl.full([], 0, tl.int32)
     for first in range(0, vocab, tile):
         ids = first + tl.arange(0, tile)
         x = tl.load(row_scores + ids, mask=ids < vocab, other=float("-inf"))
-        above = (ids < vocab) & (order_key(x, ids) > pivot)
-        count += tl.sum(above.to(tl.int32))
-        mass += tl.sum(tl.where(above, weight_of(x, peak, heat), 0.0).to(tl.float64))
-    return count, mass
-
-
-@triton.jit
-def search_top_k(row_scores, vocab, peak, heat, k, low, tile: tl.constexpr):
-    """An order key so that k tokens lie above it; more than k do above low."""
-    high = order_key(peak, tl.full([], 0, tl.int32))
-    count = 0
-    mass = tl.full([], 0.0, tl.float64)
-    while (count != k) & (high > low + 1):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may not fit
-        count, mass = mass_above(row_scores, vocab, peak, heat, middle, tile)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle)
-    return low, mass
-
-
-@triton.jit
-def search_top_p(row_scores, vocab, peak, heat, share, low, tile: tl.constexpr):
-    """An order key above which lie the tokens before which there is less than `share` of mass, as
-    far as they lie above low.
-    """
-    high = order_key(peak, tl.full([], 0, tl.int32))  # the first token of all is kept
-    below, _ = mass_above(row_scores, vocab, peak, heat, low, tile)
-    above, _ = mass_above(row_scores, vocab, peak, heat, high - 1, tile)
-    # Of low is known that mass up to it reaches the share, or that nothing below is wanted.
-    while (high > low + 1) & (below > above):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # their sum may not fit
-        count, mass = mass_above(row_scores, vocab, peak, heat, middle, tile)
-        kept = mass < share
-        here, _ = mass_above(row_scores, vocab, peak, heat, middle - 1, tile)
-        above = tl.where(kept, here, above)
-        below = tl.where(kept, below, count)
-        high = tl.where(kept, middle, high)
-        low = tl.where(kept, low, middle)
-    return high - 1
+        key = order_key(x, ids)
+        kept = (ids < vocab) & (key > low) & (key <= high)
+        to = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(found_scores + to, x, mask=kept & (to < limit))
+        tl.store(found_ids + to, ids, mask=kept & (to < limit))
+        count += tl.sum(kept.to(tl.int32))
+    tl.debug_barrier()
+    lane = tl.arange(0, limit)
+    x = tl.load(found_scores + lane, mask=lane < count, other=float("-inf"))
+    key = order_key(x, tl.load(found_ids + lane, mask=lane < count, other=0))
+    w = tl.where(lane < count, weight_of(x, peak, heat), 0.0).to(tl.float64)
+    while high > low + 1:
+        middle = between(low, high)
+        above = (lane < count) & (key > middle)
+        more = done + tl.sum(above.to(tl.int32))
+        enough = tl.where(k > 0, more >= k, mass + tl.sum(tl.where(above, w, 0.0)) >= share)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    above = (lane < count) & (key > low)
+    tl.debug_barrier()
+    return low, done + tl.sum(above.to(tl.int32)), mass + tl.sum(tl.where(above, w, 0.0))
 
 
 @triton.jit
@@ -433,11 +480,15 @@ def choose_kernel(
                     else:
                         cut = ((floor - 1).to(tl.int64) << 32) | 0x7FFFFFFF
                         whole = total
-                        if k > 0:
-                            cut, whole = search_top_k(row_scores, vocab, peak, heat, k, cut, tile)
-                        if p < 1.0:
+                        found = tl.full([], 0, tl.int32) + vocab
+                        for phase in range(0, 2):  # one search for both, which halves the code
+                            counted = tl.where(phase == 0, k, 0)
                             share = p.to(tl.float64) * whole
-                            cut = search_top_p(row_scores, vocab, peak, heat, share, cut, tile)
+                            if (counted > 0) | ((phase == 1) & (p < 1.0)):
+                                cut, found, whole = search_last(
+                                    row_scores, found_scores + row * limit, found_ids + row * limit,
+                                    vocab, peak, heat, counted, share, cut, found, tile, limit,
+                                )  # fmt: skip
                         kept = tl.zeros([padded_tiles], tl.float64)
                         for each in range(0, tiles):
                             ids = each * tile + tl.arange(0, tile)
@@ -524,8 +575,11 @@ def top_kernel(
         if count > limit:
             # Too many to rank: find the k in question, and gather those.
             cut = ((floor - 1).to(tl.int64) << 32) | 0x7FFFFFFF
-            cut, _ = search_top_k(row_scores, vocab, peak, 1.0, k, cut, tile)
-            count = 0
+            cut, count, _ = search_last(
+                row_scores, found_scores + row * limit, found_ids + row * limit,
+                vocab, peak, 1.0, k, tl.full([], 0.0, tl.float64), cut, vocab, tile, limit,
+            )  # fmt: skip
+            count = tl.full([], 0, tl.int32)
             for first in range(0, vocab, tile):
                 ids = first + tl.arange(0, tile)
                 x = tl.load(row_scores + ids, mask=ids < vocab, other=float("-inf"))
@@ -676,6 +730,7 @@ def sample(
             padded_tiles=_padded(tiles),
             limit=CANDIDATES,
             margin=MARGIN,
+            num_warps=CHOOSE_WARPS,
         )
     return tokens, logprobs
 
@@ -742,6 +797,7 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             padded_chunks=_padded(chunks),
             padded_tiles=_padded(tiles),
             limit=CANDIDATES,
+            num_warps=CHOOSE_WARPS,
         )
     return logprobs, ids
 
