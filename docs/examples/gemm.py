@@ -58,7 +58,7 @@ class Gemm:
         tma_store(descs[2], [t // self.columns * 128 + group * 64, t % self.columns * 128], out)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles", "columns", "num_steps"])
 def gemm_kernel(a_desc, b_desc, c_desc, num_tiles, columns, num_steps, stages: gl.constexpr):
     a, b = new_ring(a_desc, 128, 64, stages, 2), new_ring(b_desc, 128, 64, stages, 2)
     out = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], c_desc.layout)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if not triton.__version__.startswith("3.6."):
@@ -10,12 +13,33 @@ if not triton.__version__.startswith("3.6."):
 
 from docs.examples import attention, gemm  # noqa: E402
 
+from rooftile.kernels.offline import offline  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
     MachineCode,
     compile_for_hopper,
     descriptor_type,
 )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("size", [(128, 128, 64), (1000, 264, 328)])
+def test_the_hosts_launch_compiles_once_for_all_sizes(
+    size: tuple[int, int, int], directory: Path
+) -> None:
+    m, n, k = size
+    with offline("sm_90a", directory) as built:
+        gemm.gemm(torch.empty(m, k).bfloat16(), torch.empty(n, k).bfloat16())
+    assert sum(not one.found for one in built) == (1 if m == 128 else 0)
+    with offline("sm_90a", directory) as built:
+        q, k_ = torch.empty(1, m, 2, 64).bfloat16(), torch.empty(1, n, 1, 64).bfloat16()
+        attention.attention(q, k_, k_, causal=True)
+        attention.attention(q[:, :1, :1], k_, k_, causal=True)
+    assert sum(not one.found for one in built) == (1 if m == 128 else 0)
 
 
 def check(code: MachineCode, products: int) -> None:
