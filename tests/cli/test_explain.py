@@ -76,7 +76,7 @@ def test_another_tile_and_a_drawing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gemm", CASE], "nothing to explain about 'gemm'"),
+        (["sampling", CASE], "nothing to explain about 'sampling'"),
         (["attention", "b1 s1"], "no 'h' word"),
         (["attention", CASE, "-m", "abacus"], "no machine 'abacus'"),
         (["attention", CASE, "--rows", "17"], "rows is 17"),

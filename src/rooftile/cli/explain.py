@@ -21,7 +21,7 @@ SHOWN_BLOCKS = 4
 
 
 def explain(
-    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention or decode")],
+    operator: Annotated[str, typer.Argument(metavar="OPERATOR", help="attention, decode or gemm")],
     case: Annotated[
         str, typer.Argument(metavar="CASE", help="Such as 'b1 s16384 h16/16 d128 causal'.")
     ],
@@ -42,7 +42,8 @@ def explain(
     """What a tile of attention does on a machine: clocks of each stage on each unit.
 
     For `decode`, such as 'b64 loguniform128..32k h32/8 d128 page16': which SM works on which
-    request when, without splitting, with equal splits, and as planned. Nothing runs: a model made
+    request when, without splitting, with equal splits, and as planned. For `gemm`, such as
+    2176x2176x4096 (m, n, k): the same for the tiles of a matrix product, scheme by scheme. Nothing runs: a model made
     of data-sheet rates and counted work, with latencies left out.
     """
     if operator == "decode":
@@ -52,9 +53,16 @@ def explain(
             raise ValueError("--rows and --block are of attention; leave them out with decode")
         explain_decode(case, machine, plot)
         return
+    if operator == "gemm":
+        from rooftile.cli.explain_gemm import explain_gemm
+
+        if rows is not None or block is not None:
+            raise ValueError("--rows and --block are of attention; leave them out with gemm")
+        explain_gemm(case, machine, plot)
+        return
     if operator != "attention":
         raise ValueError(
-            f"there is nothing to explain about {operator!r}; choose attention or decode"
+            f"there is nothing to explain about {operator!r}; choose attention, decode or gemm"
         )
 
     from rich.console import Console

@@ -17,6 +17,7 @@ last part along K of a tile finishes it and adds the parts in the order of K.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,19 @@ class Product:
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}x{self.k}"
+
+
+def product_of(text: str) -> Product:
+    """The product that a case such as `2176x2176x4096` (m, n, k) names.
+
+    Raises:
+        ValueError: the text is not understood.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
+    if match is None:
+        raise ValueError(f"case {text!r} is not understood; write m, n and k as '2176x2176x4096'")
+    m, n, k = map(int, match.groups())
+    return Product(m, n, k)
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,18 @@ def candidates(
             yield hybrid(product, tiling, num_sms)
 
 
+def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
+    """The schemes with the tiles of the one that was chosen, that one last where others equal it."""
+    product, tiling, num_sms = chosen.product, chosen.tiling, machine.units
+    found = [data_parallel(product, tiling, num_sms), stream_k(product, tiling, num_sms)]
+    split = min(num_sms // found[0].tiles, found[0].iterations)
+    if split > 1:
+        found.append(split_k(product, tiling, num_sms, split))
+    if found[0].tiles > num_sms:
+        found.append(hybrid(product, tiling, num_sms))
+    return [plan for plan in found if plan.scheme != chosen.scheme] + [chosen]
+
+
 def choose(
     product: Product,
     machine: Machine,

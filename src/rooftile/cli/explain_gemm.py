@@ -1,0 +1,87 @@
+"""`rooftile explain gemm`: how the SMs of a GPU share the steps of a matrix product, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rooftile.planning.hardware import Machine
+    from rooftile.planning.stream_k import Decomposition
+    from rooftile.planning.stream_k_cost import Choice, Span
+
+WIDTH = 64  # characters of the longest timeline
+SHOWN_SMS = 12
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MARKS = {"publish": ">", "wait": ".", "fixup": "+"}
+
+
+def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
+    """Raises ValueError for a case or a machine that is not understood."""
+    from rich.console import Console
+
+    from rooftile.planning.cores import core_of
+    from rooftile.planning.stream_k import product_of
+    from rooftile.planning.stream_k_cost import choose, machinery, schemes, timeline
+
+    console = Console(highlight=False, soft_wrap=True)
+    product, device = product_of(case), core_of(machine).machine
+    choice = choose(product, device)
+    shown = schemes(choice.decomposition, device)
+    costs = machinery(device).of(choice.decomposition.tiling)
+    timelines = [(plan, timeline(plan, costs)) for plan in shown]
+    _say_choice(console, choice, device)
+    longest = max(span.end for _, spans in timelines for span in spans)
+    for plan, spans in timelines:
+        console.print(_title(plan, spans, device), style="bold")
+        for cta in range(0, plan.num_ctas, -(-plan.num_ctas // SHOWN_SMS)):
+            mine = [span for span in spans if span.cta == cta]
+            console.print(f"  SM {cta:3d} |{_row(mine, longest)}|", markup=False)
+    console.print(
+        "A letter is a tile; > its part is published, . waits for a part, + adds one. A step along K "
+        f"takes {costs.iteration * 1e6:.2f} us, a segment {costs.setup * 1e6:.2f} more, publishing "
+        f"{costs.publish * 1e6:.2f}, adding {costs.fixup * 1e6:.2f}."
+    )
+    if plot is not None:
+        from rooftile.bench.ops.gemm_plot import draw
+
+        titles = [_title(plan, spans, device) for plan, spans in timelines]
+        pictures = [(title, spans) for title, (_, spans) in zip(titles, timelines, strict=True)]
+        draw(pictures, device.units, f"{product} on {device.name}", plot)
+        console.print(f"drawn in {plot}", markup=False)
+
+
+def _say_choice(console: Console, choice: Choice, machine: Machine) -> None:
+    from rooftile.planning.roofline import least_time, linear_work
+
+    plan = choice.decomposition
+    product = plan.product
+    bound = least_time(linear_work(product.m, product.k, product.n), machine)
+    console.print(f"matrix product {product} on {machine.name}", style="bold")
+    console.print(
+        f"Chosen: {plan.scheme} by {plan.num_ctas} CTAs, {choice.seconds * 1e6:,.1f} us predicted, "
+        f"launch and reading included; at least {bound.seconds * 1e6:,.1f} us, bound by {bound.unit}. "
+        f"{choice.reason[0].upper()}{choice.reason[1:]}."
+    )
+
+
+def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:
+    parts = sum(len(ctas) - 1 for ctas in plan.parts.values())
+    return (
+        f"{plan.scheme}: {max(span.end for span in spans) * 1e6:,.1f} us, "
+        f"{plan.waves(machine.units):.2f} waves, {plan.efficiency(machine.units):.0%} of the SMs' steps"
+        + (f", {parts} parts to add" if parts else "")
+    )
+
+
+def _row(spans: Sequence[Span], longest: float) -> str:
+    cells = [" "] * WIDTH
+    for span in spans:
+        first = int(span.start / longest * WIDTH)
+        last = max(first + 1, int(span.end / longest * WIDTH))
+        mark = MARKS.get(span.kind) or LETTERS[span.tile % len(LETTERS)]
+        cells[first:last] = [mark] * (min(last, WIDTH) - first)
+    return "".join(cells)
