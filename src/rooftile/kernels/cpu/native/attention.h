@@ -1,10 +1,12 @@
 // Attention over pages (Dao 2023, "FlashAttention-2", algorithm 1), query heads of a group packed
-// into rows. Keys and values are repacked, a block at a time, as the products read weights.
+// into rows: few.h and many.h where the machine multiplies bfloat16, else `attend`, which repacks keys
+// and values, a block at a time, as the products read weights.
 
 constexpr int ROWS = 48;        // query rows of an item
+constexpr int MANY_ROWS = 192;  // the same in many.h
 constexpr int BLOCK_KEYS = 64;  // keys whose scores are computed at once
 constexpr int KEY_TILES = BLOCK_KEYS / TILE;
-constexpr int FEW_ROWS = 8;     // up to so many rows for each key head are computed by few.h,
+constexpr int FEW_ROWS = 12;    // up to so many rows for each key head are computed by few.h,
 constexpr int FEW_KEYS = 128;   // so many keys at once
 // A request that is one item (decoding) and longer than LONG keys is cut into parts of PART keys: at
 // fixed places, so that its result depends on nothing but its length.
@@ -30,55 +32,10 @@ inline F tanh(F x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x to 2^-18, for x up to 127: the polynomial of least relative error on [-1/2, 1/2].
-inline F exp2_quick(F x) {
-    x = max(set1(-160.0f), x);
-    F n = nearest(x), r = x - n;
-    F p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
-    p = fma(p, r, set1(0.240240991f));
-    p = fma(p, r, set1(0.693124175f));
-    return times_power_of_two(fma(p, r, set1(1.0f)), n);
-}
-
-// How blocks of keys and values are laid out: pairs of bfloat16, or float32.
+// Weights, and how blocks of keys and values are laid out, in pairs of bfloat16 and in float32.
 #if ROOFTILE_BF16
 struct Paired {
-    using Value = bf16;      // of queries and weights
-    using Packed = uint32_t;  // of keys and values
-    static constexpr int DEPTH = 2;
-
-    static void pack_keys(const char* const* rows, int32_t, int64_t dim, int64_t padded, uint32_t* out) {
-        if (dim % 32 == 0) {
-            auto words = reinterpret_cast<const uint32_t* const*>(rows);
-            for (int64_t c = 0; c < dim / 2; c += 16) transpose(words, c, out + c * TILE);
-            return;
-        }
-        for (int lane = 0; lane < TILE; ++lane) {
-            auto row = reinterpret_cast<const bf16*>(rows[lane]);
-            for (int64_t i = 0; i < padded; i += 2) {
-                uint32_t first = i < dim ? row[i].bits : 0, second = i + 1 < dim ? row[i + 1].bits : 0;
-                out[i / 2 * TILE + lane] = first | second << 16;
-            }
-        }
-    }
-    static void pack_values(const char* const* rows, int32_t, int64_t keys, int64_t dim,
-                            int64_t tile, uint32_t* out) {
-        for (int64_t j = 0; j < keys; j += 2) {
-            auto a = reinterpret_cast<const bf16*>(rows[j]), b = reinterpret_cast<const bf16*>(rows[j + 1]);
-            uint32_t* to = out + j / 2 * TILE;
-            int64_t i = 0;
-            for (; i + 32 <= dim; i += 32) interleave(a + i, b + i, to + i / TILE * tile, tile);
-            for (; i < up(dim, TILE); ++i)
-                to[i / TILE * tile + i % TILE] =
-                    i < dim ? a[i].bits | static_cast<uint32_t>(b[i].bits) << 16 : 0;
-        }
-    }
-    template <int N>
-    static void product(int m, const bf16* x, int64_t x_row, const uint32_t* w, int64_t w_tile,
-                        int64_t depth, float* out, int64_t out_row, bool add) {
-        product_bf16_of<N>(m, reinterpret_cast<const uint32_t*>(x), x_row / 2, w, w_tile, depth / 2,
-                           out, out_row, add);
-    }
+    using Value = bf16;
     static void put_weight(bf16* to, F x) { store_quick(to, x); }
     static F exp_of(F x, float scale, float shift) {
         return exp2_quick(fma(x, set1(scale * LOG2_E), set1(-shift * LOG2_E)));
@@ -267,6 +224,7 @@ inline void weigh(const Attention& a, Sight sight, int32_t first, int tiles, flo
 
 #if ROOFTILE_BF16
 #include "few.h"
+#include "many.h"
 #endif
 
 template <class Layout>
@@ -374,9 +332,9 @@ void attention(const Attention& a, int threads) {
     std::vector<int32_t> starts;
     int32_t parts_in_all = 0;
 #if ROOFTILE_BF16
-    bool few = few_fits(a);
+    bool paired = a.dtype == BFLOAT16, few = few_fits(a);
 #else
-    bool few = false;
+    bool paired = false, few = false;
 #endif
     int64_t keys_of_few = 0;
     for (int32_t i = 0; few && i < a.batch; ++i) {
@@ -389,8 +347,9 @@ void attention(const Attention& a, int threads) {
         int64_t q_len = a.cu_seqlens_q[i + 1] - a.cu_seqlens_q[i], kv_len = a.kv_lens[i];
         int64_t rows = q_len * group;
         // The last rows see the most keys where attention is causal: they go first.
-        for (int64_t row = (rows + ROWS - 1) / ROWS * ROWS - ROWS; row >= 0; row -= ROWS) {
-            int64_t count = rows - row < ROWS ? rows - row : ROWS;
+        int64_t most_rows = paired ? MANY_ROWS : ROWS;
+        for (int64_t row = up(rows, most_rows) - most_rows; row >= 0; row -= most_rows) {
+            int64_t count = rows - row < most_rows ? rows - row : most_rows;
             int64_t first_position = kv_len - q_len + row / group;
             int64_t last_position = kv_len - q_len + (row + count - 1) / group;
             int64_t first = a.left < 0 ? 0 : first_position - a.left;
@@ -434,8 +393,8 @@ void attention(const Attention& a, int threads) {
                 attend_few(a, *item, i + 1 < end && item[1].few ? item + 1 : nullptr, partials);
                 continue;
             }
-            if (a.dtype == BFLOAT16) {
-                attend<Paired>(a, *item, partials, memory.data);
+            if (paired) {
+                attend_many(a, *item, partials, memory.data);
                 continue;
             }
 #endif

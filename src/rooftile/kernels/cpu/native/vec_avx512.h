@@ -27,6 +27,15 @@ inline F nearest(F a) {
 }
 inline F times_power_of_two(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
+// 2^x to 2^-18, for x up to 127: 2^floor(x) times the polynomial of least relative error on [0, 1].
+inline F exp2_quick(F x) {
+    F r = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // of -inf: 0
+    F p = fma(set1(0.013426685f), r, set1(0.052242473f));
+    p = fma(p, r, set1(0.2412802f));
+    p = fma(p, r, set1(0.69304484f));
+    return {_mm512_scalef_ps(fma(p, r, set1(1.0f)).v, x.v)};
+}
+
 // Lanes [from, to) of x, -inf in the others.
 inline F keep(F x, int from, int to) {
     from = from < 0 ? 0 : from > 16 ? 16 : from;
@@ -147,14 +156,4 @@ inline void transpose(const uint32_t* const* row, int64_t offset, uint32_t* out)
         _mm512_storeu_si512(out + 16 * (i + 8), _mm512_shuffle_i32x4(a, b, 0xdd));
         _mm512_storeu_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(c, d, 0xdd));
     }
-}
-// Two rows of 32 bfloat16 -> pairs (a[i], b[i]): 16 lanes of i = 0..15 to out, 16..31 to out + next.
-inline void interleave(const bf16* a, const bf16* b, uint32_t* out, int64_t next) {
-    __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x));
-    __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1));
-    __m512i low_b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(y));
-    __m512i high_b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(y, 1));
-    _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(low_b, 16)));
-    _mm512_storeu_si512(out + next, _mm512_or_si512(high, _mm512_slli_epi32(high_b, 16)));
 }
