@@ -1,0 +1,118 @@
+"""What ptxas makes of the Hopper matrix product, compiled here for sm_90a without a GPU.
+
+Needs Triton 3.6 (the version whose machine code is checked) and takes a few seconds a variant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip(
+        f"machine code is checked on Triton 3.6, this is {triton.__version__}",
+        allow_module_level=True,
+    )
+
+from triton.experimental.gluon import language as gl  # noqa: E402
+
+from rooftile.kernels.gluon.gemm.config import CONFIGS, LARGE, Config, constants  # noqa: E402
+from rooftile.kernels.gluon.gemm.kernel import matmul_kernel  # noqa: E402
+from tests.support.machine_code import (  # noqa: E402
+    SHARED_MEMORY,
+    MachineCode,
+    compile_for_hopper,
+    descriptor_type,
+)
+
+NAMES = {f"{c.block_m}x{c.block_n}": c for c in CONFIGS}
+
+
+def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: Any) -> MachineCode:
+    itemsize = 1 if dtype == gl.float8e4nv else 2
+    out = out or gl.bfloat16
+    options: dict[str, Any] = {
+        "a_rows": config.block_m,
+        "a_by_rows": True,
+        "b_by_rows": False,
+        "activation": "none",
+        "has_bias": False,
+        "has_residual": False,
+        "has_scales": False,
+        **more,
+    }
+    fixed = dict(constants(config, itemsize=itemsize, **options))
+    steps, columns = config.block_k(itemsize), config.block_n // fixed["b_boxes"]
+    out_itemsize = 4 if out == gl.float32 else 2
+    a_box = [options["a_rows"], steps] if options["a_by_rows"] else [steps, config.block_m]
+    b_box = [steps, columns] if options["b_by_rows"] else [columns, steps]
+    types = dict.fromkeys(matmul_kernel.arg_names, "i32")
+    types |= {
+        "a_desc": descriptor_type(a_box, dtype),
+        "b_desc": descriptor_type(b_box, dtype),
+        "out_desc": descriptor_type([config.rows, config.chunk(fixed["gated"], out_itemsize)], out),
+        "bias": "*bf16",
+        "residual": "*bf16",
+        "scale_a": "*fp32",
+        "scale_b": "*fp32",
+        "parts": "*fp32",
+        "flags": "*i32",
+    }
+    return compile_for_hopper(matmul_kernel, types, fixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("128x256", {}),
+        ("128x128", {}),
+        ("64x64", {"a_rows": 16}),
+        *(
+            pytest.param(name, features, marks=pytest.mark.slow)
+            for name, features in (
+                ("256x128", {}),
+                ("64x256", {}),
+                ("64x128", {}),
+                ("64x32", {}),
+                ("128x256", {"a_by_rows": False, "b_by_rows": True}),
+                ("128x256", {"out": gl.float32}),
+                ("128x256", {"dtype": gl.float16, "out": gl.float16}),
+                ("128x256", {"activation": "silu_and_mul", "has_bias": True}),
+                ("64x128", {"activation": "silu_and_mul", "has_residual": True}),
+            )
+        ),
+    ],
+)
+def test_the_loop_does_nothing_but_multiply(name: str, features: dict[str, Any]) -> None:
+    config = NAMES[name]
+    code = compiled(config, **features)
+    assert code.spills() == 0
+    assert code.shared_bytes <= SHARED_MEMORY
+    assert code.count("UTMALDG") >= 2
+    assert code.count("UTMASTG")
+    # Four products of 16 along K a step, twice that where a warpgroup has 128 rows.
+    products = 4 * config.rows // 64
+    loops = [loop for loop in code.product_loops() if len(loop.body) < 200]
+    assert len(loops) == 2, "one for each consumer warpgroup"
+    for loop in loops:
+        assert loop.count("HGMMA") == products
+        assert len(loop.body) <= 52 + products * 4
+        assert loop.hazards() == []
+        assert loop.count("WARPGROUP.DEPBAR") == 1
+
+
+def test_parts_are_moved_eight_bytes_at_a_time() -> None:
+    code = compiled(LARGE)
+    wide = code.count("LDG.E.64"), code.count("STG.E.64")
+    assert wide == (128, 128)  # 64 for each warpgroup: its whole part
+    assert code.count("ATOMG.E.EXCH") == 2
+    assert code.count("MEMBAR.ALL.GPU") == 2
+
+
+@pytest.mark.slow
+def test_fp8() -> None:
+    code = compiled(LARGE, dtype=gl.float8e4nv, has_scales=True)
+    assert code.spills() == 0
+    assert code.count("QGMMA")

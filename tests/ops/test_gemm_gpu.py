@@ -1,0 +1,198 @@
+"""The GPU kernels behind `matmul`, through the operator, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftile.kernels.reference.gemm import ACTIVATIONS, is_gated
+from rooftile.ops.gemm import MATMUL, matmul
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+FAMILIES = ("gluon", "triton")
+SIZES = st.sampled_from([1, 2, 8, 16, 63, 64, 65, 127, 128, 130, 256, 264, 500, 777, 1024, 2200])
+LAYOUTS = st.sampled_from(["row", "column", "inside"])
+FP8 = torch.float8_e4m3fn
+MANY = settings(max_examples=40, deadline=None)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "column":
+        return x.T.contiguous().T
+    if layout == "inside":
+        wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, device=x.device).to(x.dtype)
+        wide[:, 2:-3] = x
+        return wide[:, 2:-3]
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@MANY
+@given(
+    m=SIZES, n=SIZES, k=SIZES, layouts=st.tuples(LAYOUTS, LAYOUTS),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]), batch_invariant=st.booleans(),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_integers_come_out_exactly(
+    family: str,
+    m: int,
+    n: int,
+    k: int,
+    layouts: tuple[str, str],
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    seed: int,
+) -> None:
+    """Sums of small integers are exact in float32: a lost or doubled slice of k cannot hide."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    a = torch.randint(1, 4, (m, k), generator=g, device="cuda").to(dtype)
+    b = torch.randint(1, 4, (k, n), generator=g, device="cuda").to(dtype)
+    expected = (a.double() @ b.double()).float()
+    torch.full((m * n,), torch.nan, device="cuda")  # what the output is likely to be made of
+    out = matmul(
+        laid_out(a, layouts[0]),
+        laid_out(b, layouts[1]),
+        out_dtype=torch.float32,
+        batch_invariant=batch_invariant,
+        kernel=family,
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@MANY
+@given(
+    m=SIZES, n=SIZES, k=SIZES, activation=st.sampled_from(ACTIVATIONS), has_bias=st.booleans(),
+    has_residual=st.booleans(), fp8=st.booleans(),
+    out=st.sampled_from([torch.bfloat16, torch.float32]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_epilogues(
+    family: str,
+    m: int,
+    n: int,
+    k: int,
+    activation: str,
+    has_bias: bool,
+    has_residual: bool,
+    fp8: bool,
+    out: torch.dtype,
+    seed: int,
+) -> None:
+    n += n % 2
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device="cuda").bfloat16()
+
+    a, b = draw(m, k), draw(n, k).T
+    scales: dict[str, Any] = {}
+    if fp8:
+        a, b = a.to(FP8), b.to(FP8)
+        scales["scale_a"] = torch.rand(m, generator=g, device="cuda") + 0.5
+        scales["scale_b"] = torch.rand(n, generator=g, device="cuda") / k**0.5
+    else:
+        b = b / k**0.5
+    bias = draw(n) if has_bias else None
+    residual = draw(m, n // 2 if is_gated(activation) else n) if has_residual else None
+    name = None if activation == "none" else activation
+    arguments = (a, b, bias, name, out, residual)
+    got = matmul(*arguments, **scales, kernel=family).double()
+    exact = matmul(
+        a.double() * (scales["scale_a"][:, None].double() if fp8 else 1),
+        b.double() * (scales["scale_b"].double() if fp8 else 1),
+        *(None if x is None else x.double() for x in (bias,)),
+        name,
+        torch.float64,
+        None if residual is None else residual.double(),
+        kernel="reference",
+    )
+    # The matrix unit keeps 13 bits after the point while it sums products of fp8.
+    eps = max(torch.finfo(out).eps, 2e-3 if fp8 else 1e-5)
+    allowed = 2 * eps * (exact.abs().amax(-1, keepdim=True) + 0.1)
+    assert bool(((got - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (200, 384, 8192), (2176, 2176, 1024)])
+def test_graphs_and_repeats_give_identical_bits(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).T
+    first = matmul(a, b, kernel="gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = matmul(a, b, kernel="gluon")
+    for i in range(100):
+        if i % 2:
+            graph.replay()
+            assert torch.equal(captured, first)
+        else:
+            assert torch.equal(matmul(a, b, kernel="gluon"), first)
+
+
+def test_ten_thousand_launches_of_changing_shapes() -> None:
+    shapes = [(1, 512, 4096), (64, 256, 2048), (130, 384, 4096), (300, 520, 1000), (16, 64, 8192)]
+    made = []
+    for m, n, k in shapes:
+        a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        b = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).T
+        made.append((a, b, matmul(a, b, kernel="gluon")))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(10_000):
+        a, b, first = made[i % len(made)]
+        wrong += (matmul(a, b, kernel="gluon") != first).any()
+    assert int(wrong) == 0
+
+
+def test_two_streams_at_a_time() -> None:
+    """Launches that compete for SMs end, and do not touch each other's flags."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    a = [torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    b = torch.randn(512, 8192, device="cuda", dtype=torch.bfloat16).T
+    expected = [matmul(x, b, kernel="gluon") for x in a]
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = [[], []]
+    for _ in range(200):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(matmul(a[i], b, kernel="gluon"))
+    torch.cuda.synchronize()
+    for got, want in zip(results, expected, strict=True):
+        assert all(torch.equal(x, want) for x in got)
+
+
+def test_batch_invariant_rows_do_not_depend_on_others() -> None:
+    a = torch.randn(700, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16).T
+    whole = matmul(a, b, batch_invariant=True)
+    for m in (1, 3, 16, 64, 65, 256, 333):
+        assert torch.equal(matmul(a[:m], b, batch_invariant=True), whole[:m])
+
+
+def test_compiles_and_differentiates() -> None:
+    a = torch.randn(70, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    b = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return matmul(a, b.T, activation="silu")
+
+    torch.compile(run, fullgraph=True, backend="aot_eager")(a, b).sum().backward()
+    got = a.grad, b.grad
+    wide = [x.detach().double().requires_grad_() for x in (a, b)]
+    torch.nn.functional.silu(wide[0] @ wide[1].T).sum().backward()
+    for x, exact in zip(got, wide, strict=True):
+        assert torch.allclose(x.double(), exact.grad, atol=0.2, rtol=0.02)
+
+
+def test_auto_takes_a_kernel_of_ours_or_the_vendors() -> None:
+    a = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    out = matmul(a, a.T)
+    assert torch.allclose(out.float(), a.float() @ a.float().T, atol=1, rtol=0.02)
+    assert "gluon" in MATMUL.families
