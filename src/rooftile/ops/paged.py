@@ -435,7 +435,7 @@ PAGED_ATTENTION = Operator(
     " int left, int right, float softcap, float scale, Tensor? k_scale, Tensor? v_scale,"
     " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
     module="paged",
-    families=("triton", "cpu", "torch", "reference"),
+    families=("gluon", "triton", "cpu", "torch", "reference"),
     call=lambda q, k_pages, v_pages, *rest: paged_call(
         *(q, k_pages, v_pages, *rest[5:9], rest[12])
     ),

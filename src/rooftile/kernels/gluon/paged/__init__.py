@@ -1,0 +1,22 @@
+"""Paged attention for Hopper: prefill, decode and mixtures, by the plan of planning/split_kv.py.
+
+Persistent CTAs walk their runs of the plan's items. One producer warp reads the items, looks pages
+up a tile ahead and copies them by TMA, running ahead across items as far as shared memory goes;
+one or two consumer warpgroups attend with 64 packed rows each, in the schedule of the dense
+kernel. Where a plan cuts a strip, normalised parts go to float32 buffers and a second kernel joins
+them in order.
+
+| file | what it is |
+| --- | --- |
+| forward.py | from an operator's arguments to launches; how a call is split |
+| config.py | tile sizes for each head dim |
+| kernel.py | shared memory, barriers, roles |
+| work.py | what every role knows; the plan's words and the consumers' messages |
+| producer.py, consumer.py | the two roles |
+| merge.py | the second kernel |
+"""
+
+from rooftile.kernels import Kernel
+from rooftile.kernels.gluon.paged.forward import paged_attention, split, supports
+
+KERNELS = {"paged_attention": Kernel(paged_attention, supports, efficiency=0.9, split=split)}

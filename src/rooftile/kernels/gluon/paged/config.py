@@ -1,0 +1,83 @@
+"""How each kind of call is run, with the measurement behind each choice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and roles. Measurements: docs/performance.md."""
+
+    dim: int  # of the tiles; smaller head dims are filled up with zeros by the copy engine
+    groups: int  # consumer warpgroups of 64 packed rows
+    block: int  # keys per tile
+    stages: int
+    registers: tuple[int, int]  # of the second consumer, and of the producer
+    few: int = 0  # packed rows of an item, where these are columns of products; 0: 64 a group
+    ctas: int = 1  # on an SM
+    q_stages: int = 2  # tiles of Q of a warpgroup
+    lazy: bool = True
+    item_cost: int = 1500  # clocks beyond the tiles
+    min_piece: int = 1  # KV tiles
+
+    @property
+    def tile_rows(self) -> tuple[int, ...]:
+        """Sizes of query tiles."""
+        return (self.few,) if self.few else (64, 128)[: self.groups]
+
+
+# H200, bf16, page 16, 32/8 heads, us with one CTA of 6 stages, one of 3 stages of 128 keys, two of 3
+# stages: b32 4k 145 144 136, b128 8k 1005 989 975, b64 of 128 to 32k 336 326 320. One producer warp
+# cannot issue 16 boxes of a page each as fast as memory delivers them.
+# For each head dim, by packed rows of the longest request.
+SMALL = {
+    64: (
+        Config(64, 1, 64, 6, (0, 64), few=8, ctas=2),
+        Config(64, 1, 64, 5, (0, 64), few=16, ctas=2),
+        Config(64, 1, 64, 6, (0, 64), ctas=2, q_stages=1),
+    ),
+    128: (
+        Config(128, 1, 64, 3, (0, 64), few=8, ctas=2),
+        Config(128, 1, 64, 3, (0, 64), few=16, ctas=2),
+        Config(128, 1, 64, 3, (0, 64), ctas=2, q_stages=1),
+    ),
+    256: (
+        Config(256, 1, 64, 3, (0, 112), few=8),
+        Config(256, 1, 64, 3, (0, 112), few=16),
+        Config(256, 1, 64, 3, (0, 112), q_stages=1),
+    ),
+}
+LARGE = {
+    64: Config(64, 2, 128, 4, (224, 56)),
+    128: Config(128, 2, 128, 2, (224, 56)),
+    256: Config(256, 2, 64, 2, (224, 56), q_stages=1),
+}
+# Pages of 8-bit numbers, whose boxes are 128 columns wide. One CTA of 6 stages of 128 keys, two of 5
+# of 64, two of 3 of 128: b32 4k 85 82 80, b128 8k 529 521 527, b64 of 128 to 32k 198 190 180.
+QUANTISED = {
+    128: (
+        Config(128, 1, 128, 3, (0, 80), few=8, ctas=2),
+        Config(128, 1, 64, 5, (0, 64), few=16, ctas=2),
+        Config(128, 1, 64, 10, (0, 112), few=32),
+    ),
+    256: (
+        Config(256, 1, 64, 2, (0, 64), few=8, ctas=2),
+        Config(256, 1, 64, 5, (0, 112), few=16),
+        Config(256, 1, 64, 5, (0, 112), few=32),
+    ),
+}
+UNBOUNDED = 2**30  # beyond every length
+
+
+def config_of(
+    k_dim: int, v_dim: int, packed_rows: int, quantised: bool, batch_invariant: bool = False
+) -> Config:
+    """packed_rows: of the longest request, query tokens times heads of a group.
+
+    With batch_invariant one configuration serves all of them, so that none depends on the others.
+    """
+    by_dim = QUANTISED if quantised else SMALL
+    dim = next(dim for dim in by_dim if dim >= max(k_dim, v_dim))
+    largest = by_dim[dim][-1]
+    if batch_invariant or packed_rows > largest.tile_rows[-1]:
+        return largest if quantised else LARGE[dim]
+    return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)

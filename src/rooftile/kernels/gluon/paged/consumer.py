@@ -1,0 +1,276 @@
+"""The consumers' role: a warpgroup that attends with 64 packed rows of an item."""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from rooftile.kernels.gluon.attention.consumer import hide, next_block
+from rooftile.kernels.gluon.paged.work import (
+    END_ROW,
+    FIRST_ROW,
+    HEAD,
+    KEYS,
+    LAST,
+    MORE,
+    QUERIES,
+    SLOT,
+    TILES,
+    TOKEN,
+)
+from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
+from rooftile.kernels.gluon.tile.mma import (
+    GROUP_ROWS,
+    accumulator_layout,
+    columns_of,
+    left_operand_layout,
+    multiply,
+    narrow,
+    rows_of,
+    wait,
+)
+from rooftile.kernels.gluon.tile.pages import packed_corner
+from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.softmax import (
+    soft_cap,
+    start_softmax,
+    start_softmax_at_sink,
+)
+from rooftile.kernels.triton_version import tma_store_wait
+
+_CLEARED = gl.constexpr(512)  # values of padding that a CTA clears at once
+
+
+@gluon.constexpr_function
+def _loading_layout(columns):
+    """16 bytes a thread, whole rows a warp."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load_queries(work, q_tile, first_row, end_row, token, kv_head, k_dim: gl.constexpr):
+    """Gathers packed rows into shared memory; rows from end_row on become zeros."""
+    L: gl.constexpr = _loading_layout(k_dim)
+    row = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, L))
+    column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
+    at_token = (token + row // work.group_size).to(gl.int64) * work.q_stride
+    at_head = (kv_head * work.group_size + row % work.group_size) * work.q_head_stride
+    at = work.q + gl.expand_dims(at_token + at_head, 1) + gl.expand_dims(column, 0)
+    there = gl.expand_dims(row < end_row, 1) & gl.expand_dims(column < work.k_width_of_8 * 8, 0)
+    q_tile.store(gl.load(gl.multiple_of(at, [1, 16]), mask=there, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _whole_tiles(work, first_row, end_row, offset, kv_len):
+    """KV tiles low .. high - 1 are seen whole by each of the packed rows; others need a mask."""
+    low = 0
+    end = kv_len
+    if work.has_right:
+        end = gl.minimum(end, first_row // work.group_size + offset + work.right + 1)
+    if work.has_left:
+        last_token = (end_row - 1) // work.group_size
+        low = gl.cdiv(gl.maximum(last_token + offset - work.left, 0), work.block)
+    return low, gl.maximum(end, 0) // work.block
+
+
+@gluon.jit
+def store_lse(work, lse, rows, end_row, token, kv_head):
+    """The lse [rows] of a whole strip; returns where in [tokens, heads] each packed row is."""
+    heads = work.group_size
+    place = (token + rows // heads).to(gl.int64) * work.num_heads
+    place = place + kv_head * heads + rows % heads
+    gl.store(work.lse + place, lse, mask=rows < end_row)
+    return place
+
+
+@gluon.jit
+def store_rows(
+    work,
+    o,
+    lse,
+    first_row,
+    rows,
+    end_row,
+    slot,
+    token,
+    kv_head,
+    O: gl.constexpr,  # noqa: E741
+):
+    """The rows of a whole strip to the output, those of a part to the partial buffers.
+
+    o [rows, v_dim] float32 in layout O and lse [rows], normalised; rows: the packed rows, as lse
+    lies.
+    """
+    v_dim: gl.constexpr = o.shape[1]
+    width = work.v_width_of_8 * 8
+    column = gl.expand_dims(gl.arange(0, v_dim, columns_of(O)), 0)
+    at_row = gl.convert_layout(rows, rows_of(O))
+    there = gl.expand_dims(at_row < end_row, 1) & (column < width)
+    if slot < 0:
+        place = store_lse(work, lse, rows, end_row, token, kv_head)
+        at = work.out + gl.expand_dims(gl.convert_layout(place, rows_of(O)), 1) * width + column
+        gl.store(gl.multiple_of(at, [1, 16]), o.to(work.out.dtype.element_ty), mask=there)
+    else:
+        gl.store(work.partial_lse + slot + (rows - first_row), lse, mask=rows < end_row)
+        part = (slot + (at_row - first_row)).to(gl.int64)
+        at_part = work.partial_out + gl.expand_dims(part, 1) * width + column
+        gl.store(gl.multiple_of(at_part, [1, 16]), o, mask=there)
+
+
+@gluon.jit
+def clear_padding(work):
+    """Output 0 and lse -inf for the tokens after the last request."""
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lane = gl.arange(0, _CLEARED, L)
+    first = gl.load(work.cu_seqlens_q + work.batch)
+    rows = (work.tokens - first) * work.num_heads
+    begin = gl.cast(first, gl.int64) * work.num_heads
+    zero = gl.full([_CLEARED], 0.0, gl.float32, L)
+    step = gl.num_programs(0) * _CLEARED
+    for i in range(gl.program_id(0) * _CLEARED, rows, step):
+        gl.store(work.lse + begin + i + lane, zero - float("inf"), mask=i + lane < rows)
+    for i in range(gl.program_id(0) * _CLEARED, rows * work.v_width_of_8 * 8, step):
+        at = work.out + begin * (work.v_width_of_8 * 8) + i + lane
+        gl.store(
+            at, zero.to(work.out.dtype.element_ty), mask=i + lane < rows * work.v_width_of_8 * 8
+        )
+
+
+@gluon.jit
+def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexpr):
+    """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
+    block: gl.constexpr = work.block
+    k_dim: gl.constexpr = k_ring.columns
+    v_dim: gl.constexpr = v_ring.columns
+    dtype: gl.constexpr = q_ring.ring.buffers.dtype
+    S: gl.constexpr = accumulator_layout(block)
+    O: gl.constexpr = accumulator_layout(v_dim)  # noqa: E741
+    columns = gl.arange(0, block, columns_of(S))
+    if group == 0:
+        clear_padding(work)
+
+    start_turns(group, work.turns)
+    fill = first_fill()
+    slot = first_fill()
+    turn = first_fill()
+    q_before = work.q_fill(turn, group)
+    started = False
+    queue.arrived(slot)
+    more = queue.field(slot, MORE)
+    while more > 0:
+        tiles = queue.field(slot, TILES)
+        last = queue.field(slot, LAST)
+        kv_head = queue.field(slot, HEAD)
+        item_row = queue.field(slot, FIRST_ROW)
+        end_row = queue.field(slot, END_ROW)
+        part = queue.field(slot, SLOT)
+        token = queue.field(slot, TOKEN)
+        q_len = queue.field(slot, QUERIES)
+        kv_len = queue.field(slot, KEYS)
+        queue.release(slot)
+        offset = kv_len - q_len
+        first_row = item_row + group * GROUP_ROWS
+        rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
+        q_fill = work.q_fill(turn, group)
+        if work.packed > 0:
+            q_ring.arrived(q_fill)
+            if work.q_stages == 2:
+                tma_store_wait(0)  # of the item before, from the tile that its queries had
+                q_ring.release(q_before, pred=started)
+                q_before = q_fill
+                started = True
+            turn = work.next_q(turn)
+        q = q_ring.tile(q_fill)
+        if first_row >= end_row:
+            # Nothing of this item is this group's.
+            for _ in range(tiles):
+                take_turn(group, work.turns)
+                pass_turn(group, work.turns)
+                k_ring.arrived(fill)
+                k_ring.release(fill)
+                v_ring.arrived(fill)
+                v_ring.release(fill)
+                fill = k_ring.after(fill)
+        else:
+            if work.packed == 0:
+                _load_queries(work, q, first_row, end_row, token, kv_head, k_dim)
+            if work.has_sink:
+                head = kv_head * work.group_size + rows % work.group_size
+                sinks = gl.load(
+                    work.sink + head, mask=(rows < end_row) & (part < 0), other=float("-inf")
+                )
+                softmax = start_softmax_at_sink(sinks, GROUP_ROWS, rows_of(S))
+            else:
+                softmax = start_softmax(GROUP_ROWS, rows_of(S))
+            o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+            if tiles > 0:
+                # The first tile, the last of the keys: nothing to overlap it with.
+                k_ring.arrived(fill)
+                take_turn(group, work.turns)
+                s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
+                s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+                pass_turn(group, work.turns)
+                s = wait(0, deps=[s])
+                k_ring.release(fill)
+                factor = work.factor
+                if work.has_softcap:
+                    s = soft_cap(s, work.factor, work.softcap)
+                    factor = 1.0
+                low, high = _whole_tiles(work, first_row, end_row, offset, kv_len)
+                positions = rows // work.group_size
+                if (last < low) | (last >= high):
+                    s = hide(work, s, positions, last * block + columns, offset, kv_len)
+                p, _alpha, softmax = softmax.step(s, factor, work.lazy, work.software_share)
+                weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
+                v_fill = fill
+                fill = k_ring.after(fill)
+                k_ring.arrived(fill, pred=tiles > 1)
+                for i in range(1, tiles):
+                    at = fill
+                    o, weights, softmax, fill = next_block(
+                        work,
+                        q,
+                        k_ring,
+                        v_ring,
+                        fill,
+                        v_fill,
+                        i + 1 < tiles,
+                        o,
+                        weights,
+                        softmax,
+                        positions,
+                        columns,
+                        last - i,
+                        low,
+                        high,
+                        offset,
+                        kv_len,
+                        group,
+                        S,
+                        O,
+                    )
+                    v_fill = at
+                v_ring.arrived(v_fill)
+                o = multiply(weights, v_ring.tile(v_fill), o)
+                o, weights = wait(0, deps=[o, weights])
+                v_ring.release(v_fill)
+            o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
+            if work.packed > 0 and part < 0:
+                store_lse(work, softmax.lse(), rows, end_row, token, kv_head)
+                q.store(o.to(dtype))
+                fence_async_shared()
+                token0 = first_row // work.packed
+                corner = packed_corner(kv_head * work.packed, token, q_len, token0)
+                q_ring.put(q_fill, o_desc, corner)
+            else:
+                store_rows(work, o, softmax.lse(), item_row, rows, end_row, part, token, kv_head, O)
+        if work.packed > 0 and work.q_stages == 1:
+            tma_store_wait(0)
+            q_ring.release(q_fill)
+        slot = queue.after(slot)
+        queue.arrived(slot)
+        more = queue.field(slot, MORE)
+    if work.packed > 0:
+        tma_store_wait(0)

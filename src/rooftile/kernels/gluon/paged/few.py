@@ -1,0 +1,265 @@
+"""The consumer for few packed rows: a warpgroup that multiplies K Q^T and V^T P^T.
+
+With keys (and the columns of V) as the 64 rows of a product and the packed rows as its columns, 8
+of them cost an eighth of what 64 rows cost, and K and V are left operands, which may come from
+registers: 8-bit keys and values are widened on their way from shared memory to the matrix unit.
+
+    s [block, rows] = K Q^T,  p = 2^(s - max),  o [v_dim, rows] += V^T p
+
+8-bit pages: products are of float16. e4m3 is exact in it; queries are scaled by a power of two to
+a largest value in [1, 2), which the scores undo; weights are at most 1.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from rooftile.kernels.gluon.paged.consumer import clear_padding, store_rows
+from rooftile.kernels.gluon.paged.work import (
+    END_ROW,
+    FIRST_ROW,
+    HEAD,
+    KEYS,
+    LAST,
+    MORE,
+    QUERIES,
+    SLOT,
+    TILES,
+    TOKEN,
+)
+from rooftile.kernels.gluon.tile.mma import columns_of, left_operand_layout, multiply, rows_of, wait
+from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.softmax import LN_2, LOG2_E, NO_MAXIMUM, soft_cap
+
+
+@gluon.constexpr_function
+def _bits(n):
+    return [1 << i for i in range(n.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _k_layout(block, dim):
+    """8-bit keys [block, dim], 16 bytes a thread and row.
+
+    In the left operand of a product a thread has, of 16 columns, 2c, 2c + 1, 2c + 8 and 2c + 9, c
+    being its lane modulo 4. Which columns of K these are is free as long as Q^T has its rows in the
+    same order (`_query_column`), so c's are 16 c .. 16 c + 15 of every 64.
+    """
+    registers = [[0, b] for b in _bits(16)] + [[8, 0]]
+    registers += [[0, 64 * b] for b in _bits(dim // 64)] + [[64 * b, 0] for b in _bits(block // 64)]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [block, dim])
+
+
+@gluon.constexpr_function
+def _v_layout(block, dim):
+    """8-bit values [block, dim], dim / 32 bytes of a key a thread.
+
+    In the left operand V^T a thread has rows g and g + 8 of its warp's 16 of every 64, g being its
+    lane / 4. Which columns of V these are is free as long as the output is read in the same order.
+    """
+    registers = [[0, b] for b in _bits(dim // 32)] + [[b, 0] for b in (1, 8)]
+    registers += [[16 * b, 0] for b in _bits(block // 16)]
+    of_g = dim // 32
+    lanes = [[2, 0], [4, 0], [0, of_g], [0, 2 * of_g], [0, 4 * of_g]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[0, 8 * of_g], [0, 16 * of_g]], [], [block, dim]
+    )
+
+
+@gluon.jit
+def _widen_keys(k, S: gl.constexpr):
+    """K [block, dim] in `_k_layout` as a left operand, columns in the order of `_query_column`."""
+    block: gl.constexpr = k.shape[0]
+    dim: gl.constexpr = k.shape[1]
+    k = k.to(gl.float16).reshape([block, dim // 64, 4, 4, 2, 2])  # row, h, c, step, half, pair
+    k = k.permute([0, 1, 3, 4, 2, 5]).reshape([block, dim])
+    return gl.convert_layout(k, left_operand_layout(S))
+
+
+@gluon.jit
+def _query_column(column):
+    """Which column of K and Q comes at `column` of what `_widen_keys` returns."""
+    pair = column % 2
+    c = column // 2 % 4
+    half = column // 8 % 2
+    step = column // 16 % 4
+    return column // 64 * 64 + c * 16 + step * 4 + half * 2 + pair
+
+
+@gluon.jit
+def _widen_values(v, O: gl.constexpr):  # noqa: E741
+    """V [block, dim] in `_v_layout` as the left operand V^T, its rows in an order of their own."""
+    block: gl.constexpr = v.shape[0]
+    dim: gl.constexpr = v.shape[1]
+    v = v.to(gl.float16).permute([1, 0]).reshape([4, 8, dim // 64, 2, block])  # warp, g, rep, half
+    v = v.permute([2, 0, 3, 1, 4]).reshape([dim, block])
+    return gl.convert_layout(v, left_operand_layout(O))
+
+
+@gluon.jit
+def _value_columns(o):
+    """o [dim, rows] with its rows in the order of V's columns again."""
+    dim: gl.constexpr = o.shape[0]
+    rows: gl.constexpr = o.shape[1]
+    o = o.reshape([dim // 64, 4, 2, 8, rows]).permute([1, 3, 0, 2, 4])
+    return o.reshape([dim, rows])
+
+
+@gluon.constexpr_function
+def _accumulator_layout(rows):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16]
+    )
+
+
+@gluon.constexpr_function
+def _row_layout(columns):
+    """A packed row over the lanes of a warp, 4 or 8 values a thread."""
+    lanes = min(columns // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load_queries(work, q_tile, item_row, end_row, token, kv_head):
+    """Gathers packed rows into shared memory; returns what scores are to be multiplied by."""
+    num_rows: gl.constexpr = q_tile.shape[0]
+    k_dim: gl.constexpr = q_tile.shape[1]
+    L: gl.constexpr = _row_layout(k_dim)
+    row = item_row + gl.arange(0, num_rows, gl.SliceLayout(1, L))
+    column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
+    if work.quantised:
+        column = _query_column(column)
+    at_token = (token + row // work.group_size).to(gl.int64) * work.q_stride
+    at_head = (kv_head * work.group_size + row % work.group_size) * work.q_head_stride
+    at = work.q + gl.expand_dims(at_token + at_head, 1) + gl.expand_dims(column, 0)
+    there = gl.expand_dims(row < end_row, 1) & gl.expand_dims(column < work.k_width_of_8 * 8, 0)
+    if work.quantised:
+        q = gl.load(at, mask=there, other=0.0).to(gl.float32)
+        largest = gl.max(gl.maximum(q, -q), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        inverse = (0x7F000000 - largest).to(gl.float32, bitcast=True)  # 2^-n for 2^n
+        q_tile.store((q * gl.expand_dims(inverse, 1)).to(gl.float16))
+        unit = largest.to(gl.float32, bitcast=True) * gl.load(work.k_scale + kv_head)
+    else:
+        q_tile.store(gl.load(gl.multiple_of(at, [1, 8]), mask=there, other=0.0))
+        unit = row * 0.0 + 1.0
+    fence_async_shared()
+    return unit
+
+
+@gluon.jit
+def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
+    """The consumer of a CTA whose items have at most q_tile.shape[0] packed rows."""
+    block: gl.constexpr = work.block
+    num_rows: gl.constexpr = q_tile.shape[0]
+    v_dim: gl.constexpr = v_ring.columns
+    dtype: gl.constexpr = p_tiles.dtype
+    S: gl.constexpr = _accumulator_layout(num_rows)
+    L: gl.constexpr = _row_layout(v_dim)
+    keys = gl.expand_dims(gl.arange(0, block, rows_of(S)), 1)
+    clear_padding(work)
+
+    fill = first_fill()
+    slot = first_fill()
+    turn = gl.to_tensor(0)
+    queue.arrived(slot)
+    more = queue.field(slot, MORE)
+    while more > 0:
+        tiles = queue.field(slot, TILES)
+        last = queue.field(slot, LAST)
+        kv_head = queue.field(slot, HEAD)
+        item_row = queue.field(slot, FIRST_ROW)
+        end_row = queue.field(slot, END_ROW)
+        part = queue.field(slot, SLOT)
+        token = queue.field(slot, TOKEN)
+        q_len = queue.field(slot, QUERIES)
+        kv_len = queue.field(slot, KEYS)
+        queue.release(slot)
+        unit = _load_queries(work, q_tile, item_row, end_row, token, kv_head)
+        unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
+        rows = item_row + gl.arange(0, num_rows, columns_of(S))
+        position = rows // work.group_size + (kv_len - q_len)
+        # Keys low .. high are visible to a row; tiles whole .. whole_end - 1 need no mask.
+        low = position * 0
+        high = position * 0 + (kv_len - 1)
+        whole = 0
+        whole_end = kv_len
+        if work.has_right:
+            high = gl.minimum(high, position + work.right)
+            first = item_row // work.group_size + (kv_len - q_len)
+            whole_end = gl.minimum(kv_len, first + work.right + 1)
+        if work.has_left:
+            low = position - work.left
+            end = (end_row - 1) // work.group_size + (kv_len - q_len)
+            whole = gl.cdiv(gl.maximum(end - work.left, 0), block)
+        whole_end = gl.maximum(whole_end, 0) // block
+        maximum = gl.full([num_rows], NO_MAXIMUM, gl.float32, columns_of(S))
+        before = gl.full([num_rows], 0.0, gl.float32, columns_of(S))  # the sink's weight
+        if work.has_sink:
+            head = kv_head * work.group_size + rows % work.group_size
+            there = (rows < end_row) & (part < 0)
+            sink = gl.load(work.sink + head, mask=there, other=float("-inf")) * LOG2_E
+            maximum = gl.maximum(sink, NO_MAXIMUM)
+            before = gl.where(sink > NO_MAXIMUM, 1.0, 0.0)
+        total = gl.zeros([block, num_rows], gl.float32, S)  # every thread's own keys
+        o = gl.zeros([v_dim, num_rows], gl.float32, S)
+        for i in range(tiles):
+            n = last - i
+            k_ring.arrived(fill)
+            s = gl.zeros([block, num_rows], gl.float32, S)
+            q = q_tile.permute((1, 0))
+            if work.quantised:
+                k = k_ring.tile(fill).load(_k_layout(block, k_ring.columns))
+                k_ring.release(fill)
+                wide = _widen_keys(k, S)
+                s = multiply(wide, q, s, use_acc=False)
+                v_ring.arrived(fill)
+                v = v_ring.tile(fill).load(_v_layout(block, v_dim))
+                v_ring.release(fill)
+                s, wide = wait(0, deps=[s, wide])
+                s = s * unit
+            else:
+                s = multiply(k_ring.tile(fill), q, s, use_acc=False)
+                s = wait(0, deps=[s])
+                k_ring.release(fill)
+            s = soft_cap(s, work.factor, work.softcap) if work.has_softcap else s * work.factor
+            if (n < whole) | (n >= whole_end):
+                key = n * block + keys
+                seen = (key >= gl.expand_dims(low, 0)) & (key <= gl.expand_dims(high, 0))
+                s = gl.where(seen, s, float("-inf"))
+            highest = gl.maximum(gl.max(s, 0), maximum)
+            p = gl.exp2(s - gl.expand_dims(highest, 0))
+            shrink = gl.exp2(maximum - highest)
+            maximum = highest
+            before = before * shrink
+            total = total * gl.expand_dims(shrink, 0) + p
+            o = o * gl.expand_dims(shrink, 0)
+            p_tile = p_tiles.index(turn)
+            p_tile.store(p.to(dtype).permute((1, 0)))
+            fence_async_shared()
+            if work.quantised:
+                wide = _widen_values(v, S)
+                o = multiply(wide, p_tile.permute((1, 0)), o)
+                o, wide = wait(0, deps=[o, wide])
+            else:
+                v_ring.arrived(fill)
+                o = multiply(v_ring.tile(fill).permute((1, 0)), p_tile.permute((1, 0)), o)
+                o = wait(0, deps=[o])
+                v_ring.release(fill)
+            fill = k_ring.after(fill)
+            turn = turn ^ 1
+        weight = gl.sum(total, 0) + before
+        seen_any = weight > 0.0
+        lse = gl.where(seen_any, (maximum + gl.log2(weight)) * LN_2, float("-inf"))
+        scale = 1.0 / gl.where(seen_any, weight, 1.0)
+        if work.quantised:
+            scale = scale * gl.load(work.v_scale + kv_head)
+        o = o * gl.expand_dims(scale, 0)
+        if work.quantised:
+            o = _value_columns(o)
+        o = gl.convert_layout(o.permute((1, 0)), L)
+        store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, L)
+        slot = queue.after(slot)
+        queue.arrived(slot)
+        more = queue.field(slot, MORE)

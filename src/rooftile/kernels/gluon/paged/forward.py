@@ -1,0 +1,259 @@
+"""From an operator's arguments to launches: descriptors, partial buffers, the plan's places."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.kernels.gluon.launch import Launch, multiprocessors
+from rooftile.kernels.gluon.paged.config import LARGE, UNBOUNDED, Config, config_of
+from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
+from rooftile.kernels.gluon.paged.merge import merge_kernel
+from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
+from rooftile.kernels.gluon.tile.rows import addressable
+from rooftile.planning.split_kv import Layout
+from rooftile.types import SplitSpec
+
+_LOG2_E = 1.4426950408889634
+_CLOCKS_A_BYTE = 1 / 19  # of one SM's share of the memory's rate
+_MOST_MERGE_PROGRAMS = 16  # of one merge
+Result = tuple[Tensor, Tensor]
+_MOST_KINDS = 4096
+_runs: dict[Any, Callable[..., Result]] = {}
+
+
+def paged_attention(
+    q: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    cu_seqlens_q: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    page_table: Tensor,  # [batch, max_pages]
+    max_q_len: int,
+    max_kv_len: int,
+    sink: Tensor | None,  # [num_q_heads]
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    k_scale: Tensor | None,  # [num_kv_heads]
+    v_scale: Tensor | None,  # [num_kv_heads]
+    batch_invariant: bool,
+    plan: Tensor | None,
+    split: list[int],
+    config: Config | None = None,
+) -> Result:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
+    batch = kv_lens.shape[0]
+    if q.shape[0] == 0 or batch == 0 or k_pages.shape[0] == 0:
+        return _nothing(q, v_pages, cu_seqlens_q, sink)
+    if scale <= 0:  # the row maximum is taken of raw scores, which needs a positive scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    q = addressable(q)
+    if page_pitch(k_pages) is None or k_pages.data_ptr() % 16:
+        k_pages = k_pages.contiguous().clone()
+    if page_pitch(v_pages) is None or v_pages.data_ptr() % 16:
+        v_pages = v_pages.contiguous().clone()
+    num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
+    quantised = k_pages.dtype != q.dtype
+    rows = max_q_len * (num_heads // num_kv_heads)
+    config = config or config_of(*dims, rows, quantised, batch_invariant)
+    if plan is None:
+        from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
+
+        capacities = (batch, q.shape[0], max_q_len, max_kv_len)
+        shapes = (num_heads, num_kv_heads, *dims, quantised, left, right, batch_invariant)
+        split = _spec(config, _ctas(q.device.type), *shapes, *capacities).numbers
+        plan = split_kv(cu_seqlens_q, kv_lens, split)
+    options = (left, right, softcap, scale, sink is None, config, *split)
+    kind = (
+        *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
+        *(v_pages.shape, v_pages.stride(), page_table.stride(0), options),
+    )
+    run = _runs.get(kind)
+    if run is None:
+        if len(_runs) >= _MOST_KINDS:
+            _runs.clear()
+        spec = SplitSpec.from_numbers(split)
+        run = _runs[kind] = _kind_of_call(
+            q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config
+        )
+    return run(
+        *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table.to(torch.int32)),
+        *(sink, k_scale, v_scale, plan),
+    )
+
+
+def _kind_of_call(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    spec: SplitSpec,
+    config: Config,
+) -> Callable[..., Result]:
+    """Everything that does not depend on where tensors lie, once for each kind of call."""
+    tokens, num_heads, k_dim = q.shape
+    num_kv_heads, page_size, v_dim = k_pages.shape[1], k_pages.shape[2], v_pages.shape[3]
+    group_size = num_heads // num_kv_heads
+    layout = Layout(spec)
+    device = q.device
+    quantised = k_pages.dtype != q.dtype
+    block = config.block
+    # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
+    # only say what a tile of Q consists of.
+    boxes = not config.few and group_size in (1, 2, 4, 8, 16, 32, 64)
+    q_box = describe_packed(q, group_size if boxes else 1, 64)
+    o_box = describe_packed(q.new_empty(tokens, num_heads, v_dim), group_size if boxes else 1, 64)
+    packed = group_size if boxes else 0
+    attend = Launch(
+        paged_kernel,
+        spec.num_ctas,
+        device,
+        q.dtype,
+        (q_box, describe_pages(k_pages, block), describe_pages(v_pages, block), o_box),
+        (
+            *(spec.batch, tokens, layout.ctas, layout.items, page_table.stride(0)),
+            *(page_pitch(k_pages) or 0, page_pitch(v_pages) or 0, q.stride(0), q.stride(1)),
+            *(group_size, num_heads, k_dim // 8, v_dim // 8),
+            *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
+            # With a cap, what goes into tanh, and the log2 units that come out.
+            scale / softcap if softcap else scale * _LOG2_E,
+            softcap * _LOG2_E,
+        ),
+        constants(
+            *(
+                config,
+                page_size,
+                packed,
+                quantised,
+                left >= 0,
+                right >= 0,
+                softcap != 0,
+                sink is not None,
+            )
+        ),
+        most_registers=128 if config.ctas == 2 else None,
+    )
+    merge = None
+    if layout.merge_capacity:
+        programs = min(spec.tile_rows[-1], spec.max_q_len * group_size, _MOST_MERGE_PROGRAMS)
+        merge = Launch(
+            merge_kernel,
+            layout.merge_capacity * programs,
+            device,
+            q.dtype,
+            (),
+            (layout.merges, programs, group_size, num_heads, v_dim // 8),
+            (("v_dim", config.dim), ("has_sink", sink is not None)),
+        )
+    partial_rows = max(layout.partial_rows, 1)
+
+    def run(
+        q: Tensor, k_pages: Tensor, v_pages: Tensor, cu_q: Tensor, table: Tensor,
+        sink: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, plan: Tensor,
+    ) -> Result:  # fmt: skip
+        out = q.new_empty((tokens, num_heads, v_dim))
+        lse = q.new_empty((tokens, num_heads), dtype=torch.float32)
+        parts = q.new_empty((partial_rows, v_dim), dtype=torch.float32)
+        part_lse = q.new_empty(partial_rows, dtype=torch.float32)
+        sinks = lse if sink is None else sink.float()
+        scales = [lse if x is None else x.float() for x in (k_scale, v_scale)]
+        attend(
+            (q, k_pages, v_pages, out),
+            (q, out, lse, parts, part_lse, sinks, *scales, plan, table, cu_q),
+        )
+        if merge is not None:
+            merge((), (out, lse, parts, part_lse, sinks, plan))
+        return out, lse
+
+    return run
+
+
+def _nothing(q: Tensor, v_pages: Tensor, cu_q: Tensor, sink: Tensor | None) -> Result:
+    """No request, no token or no page: rows of requests see at most the sink, padding nothing."""
+    out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    if sink is not None:
+        rows = torch.arange(q.shape[0], device=q.device) < cu_q[-1]
+        lse = torch.where(rows[:, None], sink.float(), lse)
+    return out, lse
+
+
+def split(
+    call: Any,
+    batch: int,
+    tokens: int,
+    max_q_len: int,
+    max_kv_len: int,
+    config: Config | None = None,
+) -> SplitSpec:
+    """How the kernel wants a call to be split; the last four are capacities."""
+    quantised = call.kv_dtype is not None
+    rows = max_q_len * (call.num_q_heads // call.num_kv_heads)
+    config = config or config_of(call.k_dim, call.v_dim, rows, quantised, call.batch_invariant)
+    return _spec(
+        *(config, _ctas(call.device), call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim),
+        *(quantised, call.left, call.right, call.batch_invariant),
+        *(batch, tokens, max_q_len, max_kv_len),
+    )
+
+
+def _spec(
+    config: Config, processors: int, num_heads: int, num_kv_heads: int, k_dim: int, v_dim: int,
+    quantised: bool, left: int, right: int, batch_invariant: bool,
+    batch: int, tokens: int, max_q_len: int, max_kv_len: int,
+) -> SplitSpec:  # fmt: skip
+    tile_bytes = config.block * (k_dim + v_dim) * (1 if quantised else 2)
+    tile_cost = max(int(tile_bytes * _CLOCKS_A_BYTE) * config.ctas, 1)
+    return SplitSpec(
+        batch=batch,
+        tokens=tokens,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        group_size=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        left=left,
+        right=right,
+        kv_tile=config.block,
+        tile_rows=config.tile_rows,
+        tile_cost=(tile_cost,) * len(config.tile_rows),
+        item_cost=config.item_cost,
+        num_ctas=processors * config.ctas,
+        min_piece=config.min_piece,
+        piece=_PIECE if batch_invariant else 0,
+    )
+
+
+_PIECE = 32  # KV tiles of a fixed piece
+
+
+@cache
+def _ctas(device: str) -> int:
+    return multiprocessors(torch.device(device, torch.cuda.current_device()))
+
+
+def supports(call: Any) -> str | None:
+    if call.device != "cuda":
+        return f"it needs an NVIDIA GPU of compute capability 9.0, not a {call.device}"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"it is for compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {call.dtype}"
+    if call.kv_dtype not in (None, torch.float8_e4m3fn):
+        return f"it takes pages of q's dtype or float8_e4m3fn, not {call.kv_dtype}"
+    largest = max(LARGE)
+    for name, dim in (("k_dim", call.k_dim), ("v_dim", call.v_dim)):
+        step = 8 if call.kv_dtype is None else 16
+        if dim % step or not 32 <= dim <= largest:
+            return f"{name} is {dim}; it takes multiples of {step} from 32 to {largest}"
+    if call.page_size < 8 or call.page_size & (call.page_size - 1):
+        return f"page_size is {call.page_size}; it takes powers of two from 8 on"
+    return None

@@ -1,0 +1,227 @@
+"""The kernel: shared memory, barriers, and the split into roles."""
+# mypy: disable-error-code="no-untyped-def"
+
+from functools import cache
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from rooftile.kernels.gluon.paged.config import Config
+from rooftile.kernels.gluon.paged.consumer import attend_items
+from rooftile.kernels.gluon.paged.few import attend_few
+from rooftile.kernels.gluon.paged.producer import load_items
+from rooftile.kernels.gluon.paged.work import FIELDS, Work
+from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
+from rooftile.kernels.gluon.tile.pages import new_page_ring
+from rooftile.kernels.gluon.tile.schedule import new_queue
+
+_UNSPECIALISED = [
+    "q",
+    "out",
+    "lse",
+    "partial_out",
+    "partial_lse",
+    "sink",
+    "k_scale",
+    "v_scale",
+    "plan",
+    "page_table",
+    "cu_seqlens_q",
+    "batch",
+    "tokens",
+    "ctas_at",
+    "items_at",
+    "table_stride",
+    "k_pitch",
+    "v_pitch",
+    "q_stride",
+    "q_head_stride",
+    "group_size",
+    "num_heads",
+    "k_width_of_8",
+    "v_width_of_8",
+    "left",
+    "right",
+]
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALISED)
+def paged_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    q,  # pointers, see Work
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    sink,
+    k_scale,
+    v_scale,
+    plan,
+    page_table,
+    cu_seqlens_q,
+    batch,
+    tokens,
+    ctas_at,
+    items_at,
+    table_stride,
+    k_pitch,
+    v_pitch,
+    q_stride,
+    q_head_stride,
+    group_size,
+    num_heads,
+    k_width_of_8,
+    v_width_of_8,
+    left,
+    right,
+    factor,
+    softcap,
+    k_dim: gl.constexpr,
+    v_dim: gl.constexpr,
+    few: gl.constexpr,
+    groups: gl.constexpr,
+    block: gl.constexpr,
+    stages: gl.constexpr,
+    lazy: gl.constexpr,
+    consumer_registers: gl.constexpr,
+    producer_registers: gl.constexpr,
+    page_size: gl.constexpr,
+    packed: gl.constexpr,
+    q_stages: gl.constexpr,
+    quantised: gl.constexpr,
+    has_left: gl.constexpr,
+    has_right: gl.constexpr,
+    has_softcap: gl.constexpr,
+    has_sink: gl.constexpr,
+):
+    """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
+    work = Work(
+        q,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        sink,
+        k_scale,
+        v_scale,
+        plan,
+        page_table,
+        cu_seqlens_q,
+        batch,
+        tokens,
+        ctas_at,
+        items_at,
+        table_stride,
+        k_pitch,
+        v_pitch,
+        q_stride,
+        q_head_stride,
+        group_size,
+        num_heads,
+        k_width_of_8,
+        v_width_of_8,
+        left,
+        right,
+        factor,
+        softcap,
+        page_size,
+        packed,
+        q_stages,
+        quantised,
+        has_left,
+        has_right,
+        has_softcap,
+        has_sink,
+        groups,
+        block,
+        groups,
+        lazy,
+        0,
+    )
+    k_ring = new_page_ring(k_desc, block, k_dim, stages, groups)
+    v_ring = new_page_ring(v_desc, block, v_dim, stages, groups)
+    queue = new_queue(plan, FIELDS, groups, False)
+    fence_async_shared()
+    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
+    if few > 0:
+        dtype: gl.constexpr = gl.float16 if quantised else k_desc.dtype  # of products
+        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, k_dim], dtype)
+        q_tile = gl.allocate_shared_memory(dtype, [few, k_dim], q_layout)
+        p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, block], dtype)
+        p_tiles = gl.allocate_shared_memory(dtype, [2, few, block], p_layout)
+        gl.warp_specialize(
+            [
+                (attend_few, (work, queue, q_tile, p_tiles, k_ring, v_ring)),
+                (load_items, (work, queue, q_desc, k_desc, v_desc, k_ring, k_ring, v_ring)),
+            ],
+            [1],
+            [producer_registers],
+        )
+    else:
+        q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
+        if groups == 1:
+            gl.warp_specialize(
+                [
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0)),
+                    ),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                ],
+                [1],
+                [producer_registers],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0)),
+                    ),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1)),
+                    ),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                ],
+                [4, 1],
+                [consumer_registers, producer_registers],
+            )
+
+
+@cache
+def constants(
+    config: Config,
+    page_size: int,
+    packed: int,
+    quantised: bool,
+    has_left: bool,
+    has_right: bool,
+    has_softcap: bool,
+    has_sink: bool,
+) -> tuple[tuple[str, Any], ...]:
+    """The compile-time arguments of `paged_kernel`, in its order."""
+    return (
+        ("k_dim", config.dim),
+        ("v_dim", config.dim),
+        ("few", config.few),
+        ("groups", config.groups),
+        ("block", config.block),
+        ("stages", config.stages),
+        ("lazy", config.lazy),
+        ("consumer_registers", config.registers[0]),
+        ("producer_registers", config.registers[1]),
+        ("page_size", page_size),
+        ("packed", packed),
+        ("q_stages", config.q_stages),
+        ("quantised", quantised),
+        ("has_left", has_left),
+        ("has_right", has_right),
+        ("has_softcap", has_softcap),
+        ("has_sink", has_sink),
+    )

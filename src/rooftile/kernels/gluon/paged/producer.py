@@ -1,0 +1,119 @@
+"""The producer's role: one warp that walks the CTA's items and loads their keys and values."""
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.gluon.paged.work import (
+    ITEM_WORDS,
+    KV_BEGIN,
+    KV_END,
+    KV_HEAD,
+    KV_LEN,
+    PARTIAL_ROW,
+    Q_BEGIN,
+    Q_LEN,
+    REQUEST,
+    ROW_BEGIN,
+    ROW_END,
+)
+from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
+from rooftile.kernels.gluon.tile.pages import packed_corner
+from rooftile.kernels.gluon.tile.ring import first_fill
+
+
+@gluon.jit
+def _valid_rows(work, key, first_key, kv_len, rows: gl.constexpr):
+    """How many of the keys from `key` on a box takes; none where it holds no key in sight."""
+    valid = gl.minimum(gl.maximum(kv_len - key, 0), rows)
+    if work.has_left:
+        valid = gl.where(key + rows <= first_key, 0, valid)
+    return valid
+
+
+@gluon.jit
+def _look_up(work, table, tile, first_key, kv_len, pages: gl.constexpr):
+    """The pages of the boxes of a KV tile, as a tuple; entries without a key in sight are not read."""
+    rows: gl.constexpr = work.block // pages
+    found = ()
+    for p in gl.static_range(pages):
+        key = tile * work.block + p * rows
+        needed = _valid_rows(work, key, first_key, kv_len, rows) > 0
+        found = found + (gl.load(table + key // work.page_size, mask=needed, other=0),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _load_tile(
+    work, ring, fill, desc, found, tile, first_key, kv_len, kv_head, pitch, pages: gl.constexpr
+):
+    rows: gl.constexpr = work.block // pages
+    ring.acquire(fill)
+    for p in gl.static_range(pages):
+        key = tile * work.block + p * rows
+        valid = _valid_rows(work, key, first_key, kv_len, rows)
+        ring.load(fill, p, desc, found[p] * pitch + key % work.page_size, kv_head, valid)
+
+
+@gluon.jit
+def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+    """Tells the consumers what each item is, and loads it, last keys first."""
+    pages: gl.constexpr = k_ring.pages
+    fill = first_fill()
+    slot = first_fill()
+    turn = first_fill()
+    item, count = work.items()
+    for _ in range(count):
+        request = gl.load(item + REQUEST)
+        kv_head = gl.load(item + KV_HEAD)
+        row_begin = gl.load(item + ROW_BEGIN)
+        row_end = gl.load(item + ROW_END)
+        kv_begin = gl.load(item + KV_BEGIN)
+        kv_end = gl.load(item + KV_END)
+        partial_row = gl.load(item + PARTIAL_ROW)
+        q_begin = gl.load(item + Q_BEGIN)
+        q_len = gl.load(item + Q_LEN)
+        kv_len = gl.load(item + KV_LEN)
+        item += ITEM_WORDS
+        tiles = kv_end - kv_begin
+        table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
+        first_key = 0
+        if work.has_left:
+            first_key = kv_len - q_len + row_begin // work.group_size - work.left
+        found = _look_up(work, table, gl.maximum(kv_end - 1, 0), first_key, kv_len, pages)
+        queue.send(
+            slot,
+            (
+                1,
+                tiles,
+                kv_end - 1,
+                kv_head,
+                row_begin,
+                row_end,
+                partial_row,
+                q_begin,
+                q_len,
+                kv_len,
+            ),
+        )
+        slot = queue.after(slot)
+        if work.packed > 0:
+            for group in gl.static_range(work.groups):
+                q_fill = work.q_fill(turn, group)
+                token0 = (row_begin + group * GROUP_ROWS) // work.packed
+                q_ring.acquire(q_fill)
+                corner = packed_corner(kv_head * work.packed, q_begin, q_len, token0)
+                q_ring.fetch(q_fill, 0, q_desc, corner)
+            turn = work.next_q(turn)
+        for i in range(tiles):
+            tile = kv_end - 1 - i
+            # The next tile's pages are looked up while this one's stages are waited for.
+            following = _look_up(
+                work, table, gl.maximum(tile - 1, kv_begin), first_key, kv_len, pages
+            )
+            seen = (first_key, kv_len, kv_head)
+            _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, pages)
+            _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
+            fill = k_ring.after(fill)
+            found = following
+    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -1,0 +1,101 @@
+"""What every role of the paged kernel knows, and where the plan says what it has to do."""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.gluon.tile.record import record
+from rooftile.kernels.gluon.tile.ring import Fill
+
+# Words of an item of the plan (planning/split_kv.py: Item).
+ITEM_WORDS = gl.constexpr(12)
+REQUEST = gl.constexpr(0)
+KV_HEAD = gl.constexpr(1)
+ROW_BEGIN = gl.constexpr(2)
+ROW_END = gl.constexpr(3)
+KV_BEGIN = gl.constexpr(5)
+KV_END = gl.constexpr(6)
+PARTIAL_ROW = gl.constexpr(7)
+Q_BEGIN = gl.constexpr(9)
+Q_LEN = gl.constexpr(10)
+KV_LEN = gl.constexpr(11)
+
+# Fields of the message that describes an item to the consumers.
+MORE = gl.constexpr(0)  # 0: there are no more items
+TILES = gl.constexpr(1)
+LAST = gl.constexpr(2)  # the item's last KV tile, where it begins
+HEAD = gl.constexpr(3)  # kv head
+FIRST_ROW = gl.constexpr(4)
+END_ROW = gl.constexpr(5)
+SLOT = gl.constexpr(6)  # row of the partial buffers, -1: the output
+TOKEN = gl.constexpr(7)  # the request's first query token
+QUERIES = gl.constexpr(8)
+KEYS = gl.constexpr(9)
+FIELDS = gl.constexpr(10)
+
+
+@record
+class Work:
+    """What every role of the kernel needs to know."""
+
+    q: gl.tensor  # pointer, [tokens, heads, k_dim]
+    out: gl.tensor  # pointer, [tokens, heads, v_dim], contiguous
+    lse: gl.tensor  # pointer, [tokens, heads] float32
+    partial_out: gl.tensor  # pointer, [partial_rows, v_dim] float32
+    partial_lse: gl.tensor  # pointer, [partial_rows] float32
+    sink: gl.tensor  # pointer, [heads] float32
+    k_scale: gl.tensor  # pointers, [kv heads] float32 (8-bit pages)
+    v_scale: gl.tensor
+    plan: gl.tensor  # pointer to int32, planning/split_kv.py
+    page_table: gl.tensor  # pointer to int32, [batch, max_pages]
+    cu_seqlens_q: gl.tensor  # pointer to int32, [batch + 1]
+    batch: gl.tensor
+    tokens: gl.tensor  # those from cu_seqlens_q[batch] on are padding
+    ctas_at: gl.tensor  # where sections of the plan begin
+    items_at: gl.tensor
+    table_stride: gl.tensor
+    k_pitch: gl.tensor  # rows of one head from a page to the next
+    v_pitch: gl.tensor
+    q_stride: gl.tensor  # of tokens
+    q_head_stride: gl.tensor
+    group_size: gl.tensor  # query heads of a kv head
+    num_heads: gl.tensor
+    k_width_of_8: gl.tensor  # k_dim / 8, v_dim / 8 of the tensors; tiles may be wider
+    v_width_of_8: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    factor: gl.tensor  # raw scores to log2 units
+    softcap: gl.tensor
+    page_size: gl.constexpr
+    packed: (
+        gl.constexpr
+    )  # group size where tiles of Q and the output are boxes; 0: rows are gathered
+    q_stages: gl.constexpr  # of a warpgroup
+    quantised: gl.constexpr  # pages of 8-bit numbers
+    has_left: gl.constexpr
+    has_right: gl.constexpr
+    has_softcap: gl.constexpr
+    has_sink: gl.constexpr
+    groups: gl.constexpr
+    block: gl.constexpr  # keys per tile
+    turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
+    lazy: gl.constexpr
+    software_share: gl.constexpr
+
+    @gluon.jit
+    def q_fill(self, turn, group: gl.constexpr):
+        """The fill of the Q ring for a warpgroup: each has a stage of its own, or two."""
+        return Fill(turn.stage * self.groups + group, turn.phase)
+
+    @gluon.jit
+    def next_q(self, turn):
+        if self.q_stages == 2:
+            return Fill(turn.stage ^ 1, turn.phase ^ turn.stage)
+        else:
+            return Fill(turn.stage, turn.phase ^ 1)
+
+    @gluon.jit
+    def items(self):
+        """This CTA's run of items: a pointer to the first, and how many."""
+        mine = self.plan + self.ctas_at + 2 * gl.program_id(0)
+        return self.plan + self.items_at + gl.load(mine) * ITEM_WORDS, gl.load(mine + 1)

@@ -1,0 +1,270 @@
+"""The Hopper kernels of paged attention in the simulator: host path and device source against float64.
+
+What a simulator cannot check (layouts, swizzles, visibility) tests/ops/test_paged_gpu.py checks on a
+GPU, over the same features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rooftile.kernels.reference.paged import paged_attention as reference
+from rooftile.ops.attention import AttentionCall
+from rooftile.planning.split_kv import plan
+from rooftile.types import SplitSpec
+from tests.kernels.test_gluon_attention import assert_close
+from tests.support.gluon_sim import load_simulated, simulation
+
+KERNEL, CONFIG = load_simulated(
+    "rooftile.kernels.gluon.paged.forward", "rooftile.kernels.gluon.paged.config"
+)
+WINDOWS = [(-1, -1), (-1, 0), (-1, 0), (40, 0), (0, 0), (70, 10), (-1, 30), (20, -1)]
+Lengths = Sequence[tuple[int, int]]  # query, keys
+
+
+@pytest.fixture(autouse=True)
+def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNEL, "_ctas", lambda device: 3)
+
+
+class Batch:
+    """Random requests in a pool whose pages are dealt out at random, unused memory full of NaN."""
+
+    def __init__(
+        self, lengths: Lengths, heads: tuple[int, int], dims: tuple[int, int], page_size: int,
+        dtype: torch.dtype = torch.bfloat16, padding: int = 0, left: int = -1, seed: int = 0,
+        shared: bool = False, quantised: bool = False,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths = lengths
+        pages = [-(-kv_len // page_size) for _, kv_len in lengths]
+        total = sum(pages) + 2
+        order = torch.randperm(total, generator=generator).tolist()
+        kv_heads = heads[1]
+        if shared:  # keys and values of a page in one piece, as the engine allocates them
+            both = torch.full((total, kv_heads, page_size, sum(dims)), math.nan, dtype=dtype)
+            self.k_pages, self.v_pages = both[..., : dims[0]], both[..., dims[0] :]
+        else:
+            self.k_pages, self.v_pages = (
+                torch.full((total, kv_heads, page_size, dim), math.nan, dtype=dtype) for dim in dims
+            )
+        self.table = torch.full((len(lengths), max([*pages, 1]) + 1), 10**6, dtype=torch.int32)
+        for request, (q_len, kv_len) in enumerate(lengths):
+            gone = max(0, kv_len - q_len - left) // page_size if left >= 0 else 0
+            for i in range(pages[request]):
+                page = order.pop()
+                if i >= gone:  # pages before the window may be gone
+                    self.table[request, i] = page
+                rows = min(page_size, kv_len - i * page_size)
+                for pool in (self.k_pages, self.v_pages):
+                    shape = (kv_heads, rows, pool.shape[3])
+                    pool[page, :, :rows] = torch.randn(shape, generator=generator).to(dtype)
+        self.scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if quantised:
+            self.k_pages, self.v_pages = (
+                x.to(torch.float8_e4m3fn) for x in (self.k_pages, self.v_pages)
+            )
+            self.scales = tuple(torch.rand(kv_heads, generator=generator) + 0.5 for _ in range(2))  # type: ignore[assignment]
+        tokens = sum(q_len for q_len, _ in lengths)
+        self.q = torch.full((tokens + padding, heads[0], dims[0]), math.nan, dtype=dtype)
+        self.q[:tokens] = torch.randn((tokens, *self.q.shape[1:]), generator=generator).to(dtype)
+        starts = torch.tensor([0, *(q_len for q_len, _ in lengths)]).cumsum(0)
+        self.cu_seqlens_q = starts.to(torch.int32)
+        self.kv_lens = torch.tensor([kv_len for _, kv_len in lengths], dtype=torch.int32)
+        self.max_q_len = max((q_len for q_len, _ in lengths), default=0)
+        self.max_kv_len = max((kv_len for _, kv_len in lengths), default=0)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        tensors = (self.q, self.k_pages, self.v_pages, self.cu_seqlens_q, self.kv_lens, self.table)
+        return (*tensors, self.max_q_len, self.max_kv_len)
+
+    def spec(self, left: int, right: int, invariant: bool = False, config: Any = None) -> SplitSpec:
+        call = AttentionCall(
+            "cpu", self.q.dtype, self.q.shape[1], self.k_pages.shape[1], self.q.shape[2],
+            self.v_pages.shape[3], left, right, has_softcap=False, has_sink=False,
+            page_size=self.k_pages.shape[2], batch_invariant=invariant,
+            kv_dtype=None if self.k_pages.dtype == self.q.dtype else self.k_pages.dtype,
+        )  # fmt: skip
+        capacities = (len(self.lengths), self.q.shape[0], self.max_q_len, self.max_kv_len)
+        spec: SplitSpec = KERNEL.split(call, *capacities, config=config)
+        return spec
+
+    def planned(self, spec: SplitSpec) -> Tensor:
+        made = plan(spec, [q for q, _ in self.lengths], [kv for _, kv in self.lengths])
+        return torch.tensor(made.words(spec), dtype=torch.int32)
+
+
+def check(
+    batch: Batch, sink: Tensor | None = None, left: int = -1, right: int = 0, softcap: float = 0.0,
+    scale: float = 0.125, seed: int = 0, config: Any = None, **changes: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    spec = replace(batch.spec(left, right, config=config), **changes)
+    options = (sink, left, right, softcap, scale, *batch.scales, False)
+    wide = [x.double() if x.is_floating_point() else x for x in batch.arguments[:6]]
+    for i, factor in zip((1, 2), batch.scales, strict=True):
+        if factor is not None:
+            wide[i] = wide[i] * factor[:, None, None]
+    arguments: tuple[Any, ...] = (*wide, *batch.arguments[6:], *options[:5])
+    exact = reference(*(*arguments, None, None, False, None, []))
+    with simulation(seed=seed, residency=1 + seed % 3):
+        got: tuple[Tensor, Tensor] = KERNEL.paged_attention(
+            *batch.arguments, *options, batch.planned(spec), spec.numbers, config=config
+        )
+    assert_close(got, exact)
+    return got
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(
+        st.tuples(
+            st.sampled_from([1, 1, 1, 0, 3, 8]),
+            st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 200, 400]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    heads=st.sampled_from([(4, 1), (4, 2), (7, 1), (3, 3), (10, 2)]),
+    dims=st.sampled_from([(64, 64), (128, 128), (96, 96), (128, 64), (256, 256), (40, 72)]),
+    page_size=st.sampled_from([8, 16, 32, 64, 128]),
+    window=st.sampled_from(WINDOWS),
+    softcap=st.sampled_from([0.0, 0.0, 15.0]),
+    has_sink=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    padding=st.sampled_from([0, 0, 3]),
+    shared=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_decode(
+    lengths: Lengths, heads: tuple[int, int], dims: tuple[int, int], page_size: int,
+    window: tuple[int, int], softcap: float, has_sink: bool, dtype: torch.dtype, padding: int,
+    shared: bool, seed: int,
+) -> None:  # fmt: skip
+    batch = Batch(lengths, heads, dims, page_size, dtype, padding, window[0], seed,
+                  shared and dims[0] == dims[1])  # fmt: skip
+    sink = torch.randn(heads[0]) if has_sink else None
+    check(batch, sink, *window, softcap, dims[0] ** -0.5, seed=seed)
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from([1, 1, 2, 0]), st.sampled_from([0, 1, 17, 63, 65, 200, 400])),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(4, 1), (4, 2), (7, 1), (3, 3), (10, 2)]),
+    dims=st.sampled_from([(128, 128), (96, 128), (256, 256), (64, 64)]),
+    page_size=st.sampled_from([8, 16, 64, 128]),
+    window=st.sampled_from(WINDOWS),
+    softcap=st.sampled_from([0.0, 0.0, 15.0]),
+    has_sink=st.booleans(),
+    quantised=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_few_rows(
+    lengths: Lengths, heads: tuple[int, int], dims: tuple[int, int], page_size: int,
+    window: tuple[int, int], softcap: float, has_sink: bool, quantised: bool, seed: int,
+) -> None:  # fmt: skip
+    batch = Batch(lengths, heads, dims, page_size, left=window[0], seed=seed, quantised=quantised)
+    sink = torch.randn(heads[0]) if has_sink else None
+    rows = batch.max_q_len * heads[0] // heads[1]
+    config = CONFIG.config_of(*dims, rows, quantised)
+    if rows > 16 and not quantised:
+        config = replace(CONFIG.config_of(*dims, 8, False), few=32)
+    check(batch, sink, *window, softcap, dims[0] ** -0.5, seed=seed, config=config)
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from([1, 1, 30, 100]), st.sampled_from([1, 64, 129, 300])),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(4, 1), (5, 1)]),
+    dim=st.sampled_from([64, 128, 256]),
+    page_size=st.sampled_from([16, 64, 128]),
+    window=st.sampled_from(WINDOWS),
+    seed=st.integers(0, 2**31),
+)
+def test_prefill_and_decode_together(
+    lengths: Lengths, heads: tuple[int, int], dim: int, page_size: int,
+    window: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    batch = Batch([(100, 130), *lengths], heads, (dim, dim), page_size, left=window[0], seed=seed)
+    check(batch, None, *window, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice
+def test_any_order_of_events(seed: int) -> None:
+    batch = Batch([(1, 700), (2, 90), (1, 0), (1, 333)], (4, 1), (128, 128), 16, seed=seed)
+    check(batch, seed=seed)
+
+
+def test_same_inputs_same_bits_whatever_the_order() -> None:
+    batch = Batch([(1, 700), (2, 90)], (4, 2), (64, 64), 16)
+    first, *others = [check(batch, seed=seed) for seed in range(3)]
+    for out, lse in others:
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+
+
+def test_a_request_alone_and_among_others_gives_the_same_bits() -> None:
+    lengths = [(1, 500), (3, 64), (1, 900), (1, 1)]
+    batch = Batch(lengths, (4, 2), (64, 64), 16)
+    spec = replace(batch.spec(-1, 0, invariant=True), piece=2)
+    options = (None, -1, 0, 0.0, 0.125, None, None, True)
+    with simulation():
+        together = KERNEL.paged_attention(
+            *batch.arguments, *options, batch.planned(spec), spec.numbers
+        )
+        start = 0
+        for i, (q_len, kv_len) in enumerate(lengths):
+            one = Batch([lengths[i]], (4, 2), (64, 64), 16)
+            one.q, one.k_pages, one.v_pages = batch.q[start:][:q_len], batch.k_pages, batch.v_pages
+            one.table = batch.table[i : i + 1]
+            spec = replace(one.spec(-1, 0, invariant=True), piece=2, num_ctas=2)
+            alone = KERNEL.paged_attention(
+                *one.arguments, *options, one.planned(spec), spec.numbers
+            )
+            for mine, ours in zip(alone, together, strict=True):
+                assert torch.equal(mine, ours[start : start + q_len]), (i, kv_len)
+            start += q_len
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])
+def test_any_scale(scale: float) -> None:
+    check(Batch([(1, 70), (2, 140)], (2, 1), (64, 64), 16), scale=scale)
+
+
+def test_pools_as_they_come() -> None:
+    batch = Batch([(1, 70), (2, 140)], (4, 2), (64, 64), 16)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in batch.arguments[1:3]]
+    batch.k_pages, batch.v_pages = transposed  # [pages, page_size, heads, dim] in memory
+    check(batch)
+    batch.k_pages = torch.nn.functional.pad(batch.k_pages, (0, 3))[..., :64]
+    assert KERNEL.page_pitch(batch.k_pages) is None  # the copy engine cannot take it
+    check(batch)
+
+
+def test_nothing_to_do() -> None:
+    for batch in (
+        Batch([], (4, 2), (64, 64), 16, padding=2),
+        Batch([(0, 5)], (4, 2), (64, 64), 16),
+    ):
+        got = KERNEL.paged_attention(
+            *batch.arguments, None, -1, 0, 0.0, 0.125, None, None, False, None, []
+        )
+        assert not bool(got[0].any())
+        assert bool((got[1] == -math.inf).all())

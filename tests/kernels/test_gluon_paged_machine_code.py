@@ -1,0 +1,101 @@
+"""What ptxas makes of the paged Hopper kernels, compiled here for sm_90a without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip(
+        f"machine code is checked on Triton 3.6, this is {triton.__version__}",
+        allow_module_level=True,
+    )
+
+from triton.experimental.gluon import language as gl  # noqa: E402
+
+from rooftile.kernels.gluon.paged.config import LARGE, QUANTISED, SMALL, Config  # noqa: E402
+from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
+from rooftile.kernels.gluon.paged.merge import merge_kernel  # noqa: E402
+from tests.support.machine_code import (  # noqa: E402
+    MachineCode,
+    compile_for_hopper,
+    descriptor_type,
+)
+
+SHARED_MEMORY_OF_AN_SM = 228 * 1024
+RESERVED = 1024  # of a CTA
+PLAIN, EVERYTHING = (False, True, False, False), (True, True, True, True)
+POINTERS = {
+    **dict.fromkeys(("lse", "partial_out", "partial_lse", "sink", "k_scale", "v_scale"), "*fp32"),
+    **dict.fromkeys(("q", "out"), "*bf16"),
+    **dict.fromkeys(("plan", "page_table", "cu_seqlens_q"), "*i32"),
+    **dict.fromkeys(("factor", "softcap"), "fp32"),
+}
+
+
+def compiled(
+    config: Config, page_size: int, features: tuple[bool, ...], quantised: bool = False
+) -> MachineCode:
+    group_size = 0 if config.few else 4
+    types = dict.fromkeys(paged_kernel.arg_names, "i32") | POINTERS
+    packed = [1, 1, 64 // max(group_size, 1), max(group_size, 1), 64]
+    page = [1, 1, 1, min(config.block, page_size), 128 if quantised else 64]
+    types["q_desc"] = types["o_desc"] = descriptor_type(packed)
+    dtype: Any = gl.float8e4nv if quantised else gl.bfloat16
+    types["k_desc"] = types["v_desc"] = descriptor_type(page, dtype)
+    values = dict(constants(config, page_size, group_size, quantised, *features))
+    return compile_for_hopper(
+        paged_kernel, types, values, most_registers=128 if config.ctas == 2 else None
+    )
+
+
+def check(code: MachineCode, config: Config) -> None:
+    assert code.spills() == 0
+    assert (code.shared_bytes + RESERVED) * config.ctas <= SHARED_MEMORY_OF_AN_SM
+    assert code.count("UTMALDG")
+    assert code.count("HGMMA")
+    for loop in code.product_loops():
+        assert loop.hazards() == []
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["16 bits", "8 bits"])
+def test_eight_rows(quantised: bool) -> None:
+    config = (QUANTISED if quantised else SMALL)[128][0]
+    code = compiled(config, 16, PLAIN, quantised)
+    check(code, config)
+    loop = max(code.product_loops(), key=lambda loop: loop.count("HGMMA"))
+    products = 2 * (config.block // 64) * 128 // 16
+    assert loop.count("HGMMA.64x8x16") == products
+    # What goes through shared memory in a tile are weights and maxima; 8-bit keys are not written.
+    assert loop.count("STS") <= 4 * config.block // 64 + 2
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_prefill(page_size: int) -> None:
+    code = compiled(LARGE[128], page_size, PLAIN)
+    check(code, LARGE[128])
+    assert code.count("UTMASTG")
+    assert max(loop.overlapped_exponentials() for loop in code.product_loops()) >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
+    for config in SMALL[dim]:
+        check(compiled(config, 16, features), config)
+    if dim < 256:  # at 256 a prefill with every feature spills some addresses
+        check(compiled(LARGE[dim], 16, features), LARGE[dim])
+    for config in QUANTISED.get(dim, ())[:2]:
+        check(compiled(config, 16, features, quantised=True), config)
+
+
+def test_merge() -> None:
+    types = dict.fromkeys(merge_kernel.arg_names, "i32") | {
+        n: t for n, t in POINTERS.items() if n in merge_kernel.arg_names
+    }
+    code = compile_for_hopper(merge_kernel, types, {"v_dim": 128, "has_sink": True})
+    assert code.spills() == 0
+    assert code.count("LDG.E.128")
