@@ -20,7 +20,7 @@ from rooftile.ops.differential import (
     differential_attention_varlen,
     paged_differential_attention,
 )
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import GPU_FAMILIES, Operator
 from tests.ops import attention_oracle as oracle
 from tests.ops.accuracy import dtype_for, opcheck
 from tests.ops.test_paged import fill
@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None] | None
 
 def on_cpu(operator: Operator) -> list[str]:
     """GPU kernels have tests of their own, in tests/kernels."""
-    return [family for family in operator.families if family != "triton"]
+    return [family for family in operator.families if family not in GPU_FAMILIES]
 
 
 def draw_lam(g: torch.Generator, kind: str, *shape: int) -> Tensor | float:

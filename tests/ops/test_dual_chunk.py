@@ -23,7 +23,7 @@ from rooftile.ops.dual_chunk_rotary import (
     DualChunkConfig,
     dual_chunk_rotary_embedding,
 )
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import GPU_FAMILIES, Operator
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from rooftile.types import PagedBatch
@@ -39,7 +39,7 @@ TABLE = rotary_table(RotaryConfig(8, 50.0), 70)
 
 def on_cpu(operator: Operator) -> list[str]:
     """GPU kernels have tests of their own, in tests/kernels."""
-    return [family for family in operator.families if family != "triton"]
+    return [family for family in operator.families if family not in GPU_FAMILIES]
 
 
 def positions_of(chunk_size: int, local_size: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -402,7 +402,10 @@ X = torch.zeros(1, 5, 2, 8)
         ({"q_inter": X.double()}, "q_inter is torch.float64 but q_intra is torch.float32"),
         ({"k": X[..., :1, :4]}, "q has dim 8 and k has dim 4"),
         ({"softcap": -1.0}, "softcap is -1.0; it must be finite and >= 0"),
-        ({"kernel": "cuda"}, "kernel='cuda' does not exist; choose 'auto' or one of 'triton'"),
+        (
+            {"kernel": "cuda"},
+            "kernel='cuda' does not exist; choose 'auto' or one of 'gluon', 'triton'",
+        ),
     ],
 )
 def test_refusals(change: dict[str, object], message: str) -> None:

@@ -266,7 +266,7 @@ DIFFERENTIAL = Operator(
     "differential_attention",
     f"({_TENSORS}, {_OPTIONS}) -> {_RESULTS}",
     module="differential",
-    families=("triton", "torch", "reference"),
+    families=("gluon", "triton", "torch", "reference"),
     call=_call,
     fake=lambda q1, k1, q2, k2, v, *_: _fake(q1, v),
 )
@@ -284,7 +284,7 @@ DIFFERENTIAL_VARLEN = Operator(
     "differential_attention_varlen",
     f"({_TENSORS}, {_LENGTHS}, {_OPTIONS}) -> {_RESULTS}",
     module="differential",
-    families=("triton", "torch", "reference"),
+    families=("gluon", "triton", "torch", "reference"),
     call=_call,
     fake=lambda q1, k1, q2, k2, v, *_: _fake(q1, v),
 )

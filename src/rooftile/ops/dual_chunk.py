@@ -229,7 +229,7 @@ DUAL_CHUNK = Operator(
     "dual_chunk_attention",
     f"({_QUERIES}, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     module="dual_chunk",
-    families=("triton", "torch", "reference"),
+    families=("gluon", "triton", "torch", "reference"),
     call=lambda q, q_succ, q_inter, k, v, chunk_len, softcap, scale: _call(
         q, k, v, chunk_len, softcap
     ),

@@ -1,0 +1,401 @@
+"""Dual chunk attention over pages in portable Triton: prefill, decode and any mixture, after one plan.
+
+As `paged.py`, with the keys of an item in up to three runs, each met by its own queries. A tile of
+packed query rows may straddle a chunk border: its runs then overlap, and each row takes of a run
+what belongs to it.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.kernels.triton.merge import merge_parts
+from rooftile.kernels.triton.paged import LOG2_E, config_of, split_of
+from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
+from rooftile.planning.split_kv import Layout
+
+
+@triton.jit
+def _fold(
+    state,  # (o [rows, v_tile], maximum [rows], total [rows])
+    begin,
+    end,  # keys; whole blocks where not masked
+    q,  # [rows, k_tile]
+    table,  # the request's row of the page table
+    k,  # its kv head in page 0
+    v,
+    k_page_stride,
+    k_slot_stride,
+    k_dim_stride,
+    v_page_stride,
+    v_slot_stride,
+    v_dim_stride,
+    first,  # [rows], the keys of the run that each row sees: first .. last
+    last,
+    factor,
+    softcap,
+    k_dim,
+    v_dim,
+    k_tile: tl.constexpr,
+    v_tile: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    masked: tl.constexpr,
+    has_softcap: tl.constexpr,
+    exact_dims: tl.constexpr,
+):
+    """Folds keys begin .. end - 1 into the state."""
+    o, maximum, total = state
+    k_column = tl.arange(0, k_tile)
+    v_column = tl.arange(0, v_tile)
+    for start in tl.range(begin, end, block):
+        keys = start + tl.arange(0, block)
+        present = keys < end
+        if masked:
+            page = tl.load(table + keys // page_size, mask=present, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + keys // page_size).to(tl.int64)
+        slot = keys % page_size
+        k_at = k + (page * k_page_stride + slot * k_slot_stride)[:, None]
+        k_at += k_column[None, :] * k_dim_stride
+        if masked or not exact_dims:
+            inside = present[:, None] & (k_column < k_dim)[None, :]
+            k_block = tl.load(k_at, mask=inside, other=0.0)
+        else:
+            k_block = tl.load(k_at)
+        s = tl.dot(q, tl.trans(k_block), input_precision="ieee")
+        if has_softcap:
+            # softcap * log2 e * tanh(s * scale / softcap), from exp2
+            s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 * factor)) + 1.0)
+        else:
+            s = s * factor
+        if masked:
+            seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+            s = tl.where(seen & present[None, :], s, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(s, 1))
+        p = tl.exp2(s - new_maximum[:, None])
+        alpha = tl.exp2(maximum - new_maximum)
+        total = total * alpha + tl.sum(p, 1)
+        v_at = v + (page * v_page_stride + slot * v_slot_stride)[:, None]
+        v_at += v_column[None, :] * v_dim_stride
+        if masked or not exact_dims:
+            inside = present[:, None] & (v_column < v_dim)[None, :]
+            v_block = tl.load(v_at, mask=inside, other=0.0)
+        else:
+            v_block = tl.load(v_at)
+        o = tl.dot(p.to(v_block.dtype), v_block, o * alpha[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return o, maximum, total
+
+
+@triton.jit
+def _run_item(
+    words,  # pointer to the item
+    q_intra,
+    q_succ,
+    q_inter,
+    k,
+    v,
+    page_table,
+    table_stride,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_page_stride,
+    k_head_stride,
+    k_slot_stride,
+    k_dim_stride,
+    v_page_stride,
+    v_head_stride,
+    v_slot_stride,
+    v_dim_stride,
+    num_heads,
+    group_size,
+    chunk_len,
+    factor,
+    softcap,
+    k_dim,
+    v_dim,
+    tile_rows: tl.constexpr,
+    k_tile: tl.constexpr,
+    v_tile: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    has_softcap: tl.constexpr,
+    exact_dims: tl.constexpr,
+):
+    request = tl.load(words)
+    kv_head = tl.load(words + 1)
+    row_begin = tl.load(words + 2)
+    row_end = tl.load(words + 3)
+    item_begin = tl.load(words + 5) * block
+    item_end = tl.load(words + 6) * block
+    partial_row = tl.load(words + 7)
+    q_begin = tl.load(words + 9)
+    q_len = tl.load(words + 10)
+    kv_len = tl.load(words + 11)
+
+    lane = tl.arange(0, tile_rows)
+    row = row_begin + lane
+    valid = row < row_end
+    token = row // group_size
+    head = kv_head * group_size + row % group_size
+    offset = kv_len - q_len
+    k_column = tl.arange(0, k_tile)
+    q_at = (q_begin + token).to(tl.int64) * q_stride + head.to(tl.int64) * q_head_stride
+    q_at = q_at[:, None] + k_column[None, :] * q_dim_stride
+    q_mask = valid[:, None] & (k_column < k_dim)[None, :]
+    table = page_table + request.to(tl.int64) * table_stride
+    k += kv_head.to(tl.int64) * k_head_stride
+    v += kv_head.to(tl.int64) * v_head_stride
+
+    # Of the tile's first and last query, and of each row.
+    low_position = tl.maximum(offset + row_begin // group_size, 0)
+    high_position = tl.maximum(
+        offset + (tl.minimum(row_begin + tile_rows, row_end) - 1) // group_size, 0
+    )
+    low_own = low_position // chunk_len * chunk_len
+    high_own = high_position // chunk_len * chunk_len
+    position = offset + token
+    own = tl.maximum(position, 0) // chunk_len * chunk_len
+
+    state = (
+        tl.zeros([tile_rows, v_tile], tl.float32),
+        tl.full([tile_rows], -1.0e30, tl.float32),
+        tl.zeros([tile_rows], tl.float32),
+    )
+    for part in tl.static_range(3):
+        # Keys begin .. end - 1 belong to some row's run, `shared` .. `whole` - 1 to every row's.
+        if part == 0:
+            queries = q_inter
+            begin = low_own * 0
+            shared = begin
+            whole = low_own - chunk_len
+            end = high_own - chunk_len
+            first = own * 0
+            last = own - chunk_len - 1
+        elif part == 1:
+            queries = q_succ
+            begin = low_own - chunk_len
+            shared = high_own - chunk_len
+            whole = low_own
+            end = high_own
+            first = own - chunk_len
+            last = own - 1
+        else:
+            queries = q_intra
+            begin = low_own
+            shared = high_own
+            whole = low_position + 1
+            end = high_position + 1
+            first = own
+            last = position
+        begin = tl.maximum(begin, item_begin)
+        end = tl.minimum(tl.minimum(end, item_end), kv_len)
+        if begin < end:
+            q_tile = tl.load(queries + q_at, mask=q_mask, other=0.0)
+            shared = tl.minimum(tl.maximum(shared, begin), end)
+            whole = tl.maximum(tl.minimum(whole, end), shared)
+            whole = shared + (whole - shared) // block * block
+            state = _fold(
+                state, begin, shared, q_tile, table, k, v, k_page_stride, k_slot_stride,
+                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
+                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
+                exact_dims,
+            )  # fmt: skip
+            state = _fold(
+                state, shared, whole, q_tile, table, k, v, k_page_stride, k_slot_stride,
+                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
+                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, False, has_softcap,
+                exact_dims,
+            )  # fmt: skip
+            state = _fold(
+                state, whole, end, q_tile, table, k, v, k_page_stride, k_slot_stride,
+                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
+                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
+                exact_dims,
+            )  # fmt: skip
+    o, maximum, total = state
+
+    o = o / tl.where(total > 0, total, 1.0)[:, None]
+    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    v_column = tl.arange(0, v_tile)
+    mask = valid[:, None] & (v_column < v_dim)[None, :]
+    if partial_row < 0:
+        at = (q_begin + token).to(tl.int64) * num_heads + head
+        tl.store(out + at[:, None] * v_dim + v_column[None, :], o.to(out.dtype.element_ty), mask)
+        tl.store(lse + at, log_sum, mask=valid)
+    else:
+        at = (partial_row + lane).to(tl.int64)
+        tl.store(partial_out + at[:, None] * v_dim + v_column[None, :], o, mask)
+        tl.store(partial_lse + at, log_sum, mask=valid)
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "items_at", "ctas_at", "chunk_len"])
+def paged_dual_chunk_kernel(
+    plan,
+    items_at,
+    ctas_at,
+    cu_seqlens_q,
+    batch,
+    tokens,
+    q_intra,
+    q_succ,
+    q_inter,
+    k,
+    v,
+    page_table,
+    table_stride,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_page_stride,
+    k_head_stride,
+    k_slot_stride,
+    k_dim_stride,
+    v_page_stride,
+    v_head_stride,
+    v_slot_stride,
+    v_dim_stride,
+    num_heads,
+    group_size,
+    chunk_len,
+    factor,
+    softcap,
+    k_dim,
+    v_dim,
+    small_rows: tl.constexpr,
+    large_rows: tl.constexpr,  # 0: all tiles are small
+    k_tile: tl.constexpr,
+    v_tile: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    has_softcap: tl.constexpr,
+    exact_dims: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = tl.load(plan + ctas_at + program * 2)
+    count = tl.load(plan + ctas_at + program * 2 + 1)
+    for index in range(first, first + count):
+        words = plan + items_at + index * ITEM_WORDS
+        tile_rows = tl.load(words + 4)
+        if tile_rows == small_rows:
+            _run_item(
+                words, q_intra, q_succ, q_inter, k, v, page_table, table_stride, out, lse,
+                partial_out, partial_lse, q_stride, q_head_stride, q_dim_stride, k_page_stride,
+                k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
+                v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
+                k_dim, v_dim, small_rows, k_tile, v_tile, page_size, block, has_softcap,
+                exact_dims,
+            )  # fmt: skip
+        elif large_rows > 0:
+            _run_item(
+                words, q_intra, q_succ, q_inter, k, v, page_table, table_stride, out, lse,
+                partial_out, partial_lse, q_stride, q_head_stride, q_dim_stride, k_page_stride,
+                k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
+                v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
+                k_dim, v_dim, large_rows, k_tile, v_tile, page_size, block, has_softcap,
+                exact_dims,
+            )  # fmt: skip
+    # Padding: tokens after the last request.
+    column = tl.arange(0, 1024)
+    used = tl.load(cu_seqlens_q + batch).to(tl.int32)
+    for token in range(used + program, tokens, tl.num_programs(0)):
+        at = (tl.zeros([], tl.int64) + token) * num_heads
+        for start in range(0, num_heads * v_dim, 1024):
+            mask = start + column < num_heads * v_dim
+            tl.store(out + at * v_dim + start + column, 0.0, mask=mask)
+        for start in range(0, num_heads, 1024):
+            tl.store(lse + at + start + column, float("-inf"), mask=start + column < num_heads)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A causal call, as the planner of paged attention reads one."""
+
+    dtype: torch.dtype
+    num_q_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    kv_dtype: torch.dtype | None = None
+    left: int = -1
+    right: int = 0
+    batch_invariant: bool = False
+
+
+def paged_dual_chunk_attention(
+    q_intra: Tensor,  # [tokens, num_q_heads, k_dim]
+    q_succ: Tensor,  # [tokens, num_q_heads, k_dim]
+    q_inter: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    cu_seqlens_q: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    page_table: Tensor,  # [batch, max_pages]
+    max_q_len: int,
+    max_kv_len: int,
+    chunk_len: int,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
+    queries: tuple[Any, ...] = (q_intra, q_succ, q_inter)
+    if len({x.stride() for x in queries}) > 1:
+        queries = tuple(x.contiguous() for x in queries)
+    tokens, num_heads, k_dim = q_intra.shape
+    _, num_kv_heads, page_size, v_dim = v_pages.shape
+    out = q_intra.new_empty(tokens, num_heads, v_dim)
+    lse = q_intra.new_empty(tokens, num_heads, dtype=torch.float32)
+    if tokens == 0:
+        return out, lse
+    batch = kv_lens.shape[0]
+    call = Planned(q_intra.dtype, num_heads, num_kv_heads, k_dim, v_dim)
+    spec = split_of(call, batch, tokens, max_q_len, max_kv_len)
+    plan = split_kv(cu_seqlens_q, kv_lens, spec.numbers)
+    layout = Layout(spec)
+    config = config_of(k_dim, v_dim, q_intra.dtype.itemsize, max_q_len * spec.group_size)
+    partial_out = q_intra.new_empty(layout.partial_rows, v_dim, dtype=torch.float32)
+    partial_lse = q_intra.new_empty(layout.partial_rows, dtype=torch.float32)
+    k_tile, v_tile = (max(16, triton.next_power_of_2(n)) for n in (k_dim, v_dim))
+    table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    with torch.cuda.device(q_intra.device) if q_intra.is_cuda else torch.no_grad():
+        paged_dual_chunk_kernel[(spec.num_ctas,)](
+            *(plan, layout.items, layout.ctas, cu_seqlens_q, batch, tokens),
+            *(*queries, k_pages, v_pages, table, table.stride(0)),
+            *(out, lse, partial_out, partial_lse),
+            *(*queries[0].stride(), *k_pages.stride(), *v_pages.stride()),
+            num_heads,
+            spec.group_size,
+            chunk_len,
+            scale / softcap if softcap else scale * LOG2_E,
+            softcap * LOG2_E,
+            k_dim,
+            v_dim,
+            small_rows=spec.tile_rows[0],
+            large_rows=spec.tile_rows[1] if len(spec.tile_rows) > 1 else 0,
+            k_tile=k_tile,
+            v_tile=v_tile,
+            page_size=page_size,
+            block=spec.kv_tile,
+            has_softcap=softcap != 0,
+            exact_dims=k_dim == k_tile and v_dim == v_tile,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        merge_parts(plan, spec, partial_out, partial_lse, None, out, lse)
+    return out, lse
