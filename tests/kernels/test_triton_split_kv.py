@@ -10,10 +10,11 @@ import os
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rooftile.planning.split_kv import Layout, plan
 from rooftile.types import SplitSpec
-from tests.planning.split_batches import Lengths, batches
+from tests.planning.split_batches import Lengths, batches, decode_batches
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -33,8 +34,8 @@ def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
     return [words[:8], ctas, merges, items]
 
 
-@settings(max_examples=60)
-@given(batch=batches())
+@settings(max_examples=80)
+@given(batch=st.one_of(batches(), decode_batches()))
 def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
     spec, lengths = batch
     q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from rooftile.types import SplitSpec
@@ -37,5 +39,27 @@ def batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         num_ctas=draw(st.sampled_from([1, 2, 5, 33, 132])),
         min_piece=draw(st.integers(1, 3)),
         piece=draw(st.sampled_from([0, 0, 1, 4])),
+    )
+    return spec, lengths
+
+
+@st.composite
+def decode_batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
+    """Requests of one query tile each: what decoding and speculation plan."""
+    spec, _ = draw(batches())
+    group_size = draw(st.sampled_from([1, 4, 5, 7, 16]))
+    most = max(1, spec.tile_rows[-1] // group_size)
+    q_lens = st.one_of(st.just(1), st.integers(0, most))
+    kv_lens = st.one_of(KV_LENS, st.integers(0, 20_000))
+    lengths = draw(st.lists(st.tuples(q_lens, kv_lens), max_size=40))
+    spec = replace(
+        spec,
+        batch=len(lengths) + draw(st.sampled_from([0, 0, 3])),
+        tokens=sum(q for q, _ in lengths),
+        max_q_len=max([q for q, _ in lengths] + [0]),
+        max_kv_len=max([kv for _, kv in lengths] + [0]),
+        group_size=group_size,
+        right=draw(st.sampled_from([0, 9])),
+        piece=0,
     )
     return spec, lengths

@@ -18,12 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.split_kv_single import split_kv_single_kernel
 from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge
 from rooftile.types import SplitSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
+MOST_SINGLE = 1023  # requests whose sums fit the registers of one program
+SINGLE_BLOCK = 256
+MOST_SINGLE_PROGRAMS = 32
 ITEM_WORDS = tl.constexpr(len(Item._fields))
 MERGE_WORDS = tl.constexpr(len(Merge._fields))
 
@@ -398,7 +402,12 @@ def split_kv(
     layout = Layout(spec)
     batch = kv_lens.shape[0]
     plan = torch.empty(layout.size, dtype=torch.int32, device=kv_lens.device)
-    cta_block = triton.next_power_of_2(spec.num_ctas + 1)
+    cta_block = max(HEADER_WORDS, triton.next_power_of_2(spec.num_ctas + 1))
+    most_rows = spec.max_q_len * spec.group_size
+    one_tile = not spec.piece and most_rows <= spec.tile_rows[-1] and spec.right >= 0
+    if one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4:
+        _split_single(cu_seqlens_q, kv_lens, plan, spec, layout, cta_block)
+        return plan
     scratch_size = layout.entries + 1 + 3 * (batch + 1) + 6 * (spec.num_ctas + 2)
     programs = min(MOST_PROGRAMS, triton.cdiv(layout.item_capacity, BLOCK))
     scratch = torch.empty(programs * scratch_size, dtype=torch.int64, device=kv_lens.device)
@@ -432,6 +441,41 @@ def split_kv(
             num_warps=8,
         )
     return plan
+
+
+def _split_single(
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    plan: Tensor,
+    spec: SplitSpec,
+    layout: Layout,
+    cta_block: int,
+) -> None:
+    costs = [*spec.tile_cost, 0, 0, 0][:4]
+    programs = max(1, min(MOST_SINGLE_PROGRAMS, triton.cdiv(layout.item_capacity, SINGLE_BLOCK)))
+    with torch.cuda.device(kv_lens.device) if kv_lens.is_cuda else torch.no_grad():
+        split_kv_single_kernel[(programs,)](
+            cu_seqlens_q.contiguous(),
+            kv_lens.contiguous(),
+            plan,
+            kv_lens.shape[0],
+            layout.ctas,
+            layout.merges,
+            layout.items,
+            spec.group_size,
+            spec.num_kv_heads,
+            spec.left,
+            spec.kv_tile.bit_length() - 1,
+            spec.item_cost,
+            *costs,
+            spec.min_piece,
+            tile_rows=spec.tile_rows,
+            cta_count=spec.num_ctas,
+            cta_block=cta_block,
+            batch_block=max(2, triton.next_power_of_2(kv_lens.shape[0] + 1)),
+            block=SINGLE_BLOCK,
+            num_warps=8,
+        )
 
 
 def _largest_power(n: int) -> int:
