@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from rooftile.ops import gelu_and_mul as gelu_and_mul
     from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
-    from rooftile.ops import matmul as matmul
     from rooftile.ops import mask_mod as mask_mod
+    from rooftile.ops import matmul as matmul
     from rooftile.ops import merge_attention_states as merge_attention_states
     from rooftile.ops import pack as pack
     from rooftile.ops import paged_attention as paged_attention
     from rooftile.ops import paged_differential_attention as paged_differential_attention
     from rooftile.ops import paged_dual_chunk_attention as paged_dual_chunk_attention
+    from rooftile.ops import plan_paged_attention as plan_paged_attention
     from rooftile.ops import rms_norm as rms_norm
     from rooftile.ops import rotary_embedding as rotary_embedding
     from rooftile.ops import rotary_table as rotary_table
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from rooftile.ops import token_ranks as token_ranks
     from rooftile.ops import top_logprobs as top_logprobs
     from rooftile.ops import unpack as unpack
+    from rooftile.types import AttentionPlan as AttentionPlan
     from rooftile.types import KVSpec as KVSpec
     from rooftile.types import PackedWeight as PackedWeight
     from rooftile.types import PagedBatch as PagedBatch
@@ -65,6 +67,7 @@ OPERATORS = (
     "merge_attention_states",
     "pack",
     "paged_attention",
+    "plan_paged_attention",
     "paged_differential_attention",
     "paged_dual_chunk_attention",
     "rms_norm",
@@ -79,6 +82,7 @@ OPERATORS = (
 MODULES = {
     **dict.fromkeys(OPERATORS, "rooftile.ops"),
     "AsyncLLM": "rooftile.engine.async_llm",
+    "AttentionPlan": "rooftile.types",
     "score_mod": "rooftile.ops",
     "mask_mod": "rooftile.ops",
     "DualChunkConfig": "rooftile.ops",

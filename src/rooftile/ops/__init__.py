@@ -20,7 +20,7 @@ from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.modifiers import mask_mod, score_mod
 from rooftile.ops.norm import rms_norm
 from rooftile.ops.operator import OPERATORS
-from rooftile.ops.paged import append_kv, paged_attention
+from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import (
     DynamicScaling,
@@ -70,6 +70,7 @@ __all__ = [
     "paged_attention",
     "paged_differential_attention",
     "paged_dual_chunk_attention",
+    "plan_paged_attention",
     "rms_norm",
     "rotary_embedding",
     "rotary_table",

@@ -22,7 +22,7 @@ from rooftile.ops.attention import (
 )
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator
-from rooftile.ops.paged import check_batch, check_pages
+from rooftile.ops.paged_check import check_batch, check_pages
 from rooftile.types import PagedBatch
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]

@@ -23,7 +23,7 @@ from rooftile.ops.attention import (
 from rooftile.ops.check import check_same, check_shape, require
 from rooftile.ops.dual_chunk_rotary import check_chunks, refuse_gradient
 from rooftile.ops.operator import Operator
-from rooftile.ops.paged import check_batch, check_pages
+from rooftile.ops.paged_check import check_batch, check_pages
 from rooftile.types import PagedBatch
 
 
