@@ -83,7 +83,7 @@ def _portable(case: AttentionCase) -> Choice:
     from rooftile.kernels.triton.attention_tiles import config_of
 
     k_dim, v_dim = (max(16, 1 << (dim - 1).bit_length()) for dim in (case.k_dim, case.v_dim))
-    config = config_of(max(k_dim, v_dim), 2)
+    config = config_of(max(k_dim, v_dim), 2, max(case.q_lens), case.causal)
     reason = (
         "the Hopper kernel needs compute capability 9.0, so the portable one runs; its table has "
         f"this for head dim {max(k_dim, v_dim)}, measured on an H200"

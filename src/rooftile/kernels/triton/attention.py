@@ -427,7 +427,7 @@ def _launch(
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     num_heads, k_dim, v_dim = q.shape[-2], q.shape[-1], v.shape[-1]
     k_tile, v_tile = (max(16, triton.next_power_of_2(n)) for n in (k_dim, v_dim))
-    config = config or config_of(max(k_tile, v_tile), q.element_size())
+    config = config or config_of(max(k_tile, v_tile), q.element_size(), most_rows, right >= 0)
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
     grid = (
         max(triton.cdiv(most_rows, config.tile_rows), 1),
