@@ -24,6 +24,7 @@ from rooftile.ops.merge import MergeCall
 from rooftile.ops.norm import NormCall
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import AppendCall
+from rooftile.ops.qkv import QkvCall
 from rooftile.ops.rope import RotaryCall
 from rooftile.ops.sampling import SamplingCall
 from rooftile.ops.split_kv import SplitCall
@@ -149,6 +150,7 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
         ],
         "rotary_embedding": [("bf16 d128", RotaryCall(device, bf16, 128, 128, False))],
         "gated_activation": [("bf16 silu", ActivationCall(device, bf16, "silu"))],
+        "norm_rotate_append": [("bf16 d128 norms rotary", QkvCall(device, bf16, 128, 128, True))],
         "prepare_step": [("any", StepCall(device))],
         **{
             name: [("any", SamplingCall(device))]

@@ -50,29 +50,41 @@ class Graphs:
             graph.replay()
 
     def capture(self, parts: Sequence[tuple[Hashable, Callable[[], object]]]) -> Iterable[Hashable]:
-        """Capture each part after running it once; yields its key. The largest first: all share
-        the memory of their intermediates, so no two may be in flight at once.
+        """Capture each part; yields its key. The largest first: all share the memory of their
+        intermediates, so no two may be in flight at once.
         """
         stream = torch.cuda.Stream(self._device)
+        torch.cuda.synchronize(self._device)
         collecting = gc.isenabled()
         gc.disable()  # freeing device memory within a capture breaks it
         try:
             for key, part in parts:
-                part()
-                torch.cuda.synchronize(self._device)
-                graph = torch.cuda.CUDAGraph()
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
-                with torch.cuda.stream(stream):
-                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                    try:
-                        part()
-                    finally:
-                        graph.capture_end()
-                self._graphs[key] = graph
+                try:
+                    self._graphs[key] = self._captured(part, stream)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError:
+                    # Something was loaded or compiled on the way, which a capture does not allow.
+                    part()
+                    torch.cuda.synchronize(self._device)
+                    self._graphs[key] = self._captured(part, stream)
                 yield key
         finally:
             if collecting:
                 gc.enable()
+
+    def _captured(
+        self, part: Callable[[], object], stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                part()
+            finally:
+                graph.capture_end()
+        return graph
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import ProjectionNorm, RMSNorm
 from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, plan_arguments
+from rooftile.ops.qkv import NORM_ROTATE_APPEND
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import AttentionPlan, KVSpec, PagedBatch
 
@@ -76,13 +77,39 @@ class AttentionLayer:
         kv: LayerKV,
     ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        qkv = self.qkv(x)
+        if qkv.is_cuda and self._is_plain:
+            return self.out(self._attend_at_once(qkv, positions, kv).flatten(1))
+        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
         return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether one operator does all between the q, k, v product and attention."""
+        norms = (self.q_norm, self.k_norm)
+        return type(self) is AttentionLayer and (
+            norms == (None, None) or all(type(norm) is RMSNorm for norm in norms)
+        )
+
+    def _attend_at_once(self, qkv: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        assert not isinstance(q_norm, ProjectionNorm)
+        assert not isinstance(k_norm, ProjectionNorm)
+        q = NORM_ROTATE_APPEND.handle(
+            qkv,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            0.0 if q_norm is None else q_norm.offset,
+            *(positions, self.cos_sin, kv.k_pages, kv.v_pages, kv.slots),
+            *(self.num_heads, self.num_kv_heads, "auto"),
+        )
+        return self._attend_pages(q, kv)
 
     def attend(
         self,
@@ -101,6 +128,9 @@ class AttentionLayer:
             *(k, v, kv.k_pages, kv.v_pages, kv.slots, key_positions, self.cos_sin, False),
             *(None, None, "auto"),
         )
+        return self._attend_pages(q, kv)
+
+    def _attend_pages(self, q: Tensor, kv: LayerKV) -> Tensor:
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),

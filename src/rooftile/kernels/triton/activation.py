@@ -9,14 +9,23 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import refusal, where
+from rooftile.kernels.triton.pointwise import early, overlap, refusal, where
 
 TILE = 1024
 
 
 @triton.jit
-def gated_kernel(x, out, size, row_stride, tile: tl.constexpr, is_silu: tl.constexpr):
+def gated_kernel(
+    x,
+    out,
+    size,
+    row_stride,
+    tile: tl.constexpr,
+    is_silu: tl.constexpr,
+    overlapped: tl.constexpr,
+):
     """Program (row, tile of columns)."""
+    early(overlapped)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = column < size
@@ -43,6 +52,7 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:  # [..., 2 * size] -
             *(x, out, size, x.stride(0) if x.dim() == 2 else 2 * size),
             tile=TILE,
             is_silu=activation == "silu",
+            **overlap(x),
         )
     return out
 

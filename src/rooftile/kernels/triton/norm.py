@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import refusal, rows_of, where
+from rooftile.kernels.triton.pointwise import early, overlap, refusal, rows_of, where
 
 TILE_ELEMENTS = 2048  # of a program that takes several short rows
 MAX_HIDDEN = 16384  # a row stays in registers
@@ -37,8 +37,10 @@ def rms_norm_kernel(
     tile: tl.constexpr,
     has_residual: tl.constexpr,
     has_weight: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """Program: tile_rows rows."""
+    early(overlapped)
     row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
     column = tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
@@ -84,6 +86,7 @@ def rms_norm(
             has_residual=residual is not None,
             has_weight=weight is not None,
             num_warps=4 if tile <= 2048 else 8,
+            **overlap(x),
         )
     return out, stream
 

@@ -1,13 +1,20 @@
-"""What the memory-bound Triton kernels share: what they run on, and how rows lie in memory."""
+"""What the memory-bound Triton kernels share: what they run on, how rows lie in memory, and how one
+kernel starts under the end of another (programmatic dependent launch, on Hopper and later).
+"""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,6 +31,28 @@ def refusal(call: Any) -> str | None:
     if call.dtype not in DTYPES:
         return f"it takes bfloat16, float16 and float32, not {call.dtype}"
     return None
+
+
+@triton.jit
+def early(overlapped: tl.constexpr):
+    """Lets the next kernel start, and waits for what the ones before have written. To be called by
+    every program, before it reads anything but weights and before it writes.
+    """
+    if overlapped:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+def overlap(tensor: Tensor) -> dict[str, bool]:
+    """Launch arguments of a kernel that calls `early`."""
+    if not tensor.is_cuda or not _has_dependent_launch(tensor.device.index):
+        return {"overlapped": False}
+    return {"overlapped": True, "launch_pdl": True}
+
+
+@cache
+def _has_dependent_launch(device: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def where(tensor: Tensor) -> AbstractContextManager[Any]:
