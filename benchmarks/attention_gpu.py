@@ -172,9 +172,6 @@ def time_group(suite: str, cases, select, out: str) -> None:  # type: ignore[no-
             for label, config in VARIANTS[case.k_dim].items():
                 if config is not None and (label in select or "all" in select):
                     runs[f"gluon {label}"] = lambda c=config, a=args: gluon.attention(*a, config=c)
-            if "sections" in select and case.causal:
-                for label, size in (("one head", 0), ("8 MiB", 8 << 20), ("24 MiB", 24 << 20)):
-                    runs[f"gluon {label}"] = lambda a=args, n=size: with_section(n, a)
         elif len(set(case.q_lens)) == 1:
             dense = attention_case(case.name.removesuffix(" varlen"))
             (run,) = ATTENTION_SUITE.make(
@@ -192,14 +189,6 @@ def time_group(suite: str, cases, select, out: str) -> None:  # type: ignore[no-
         ]
         cells += [f"no {peer}: {reason}" for peer, reason in measured.absent.items()]
         print(" | ".join([f"{case.name:32s}", *cells]), flush=True)
-
-
-def with_section(size, args):  # type: ignore[no-untyped-def]
-    """Attention with so many bytes of K and V worked on at a time."""
-    before, gluon.SECTION_BYTES = gluon.SECTION_BYTES, ((2**31, size),)
-    out = gluon.attention(*args)
-    gluon.SECTION_BYTES = before
-    return out
 
 
 def call_overhead() -> None:

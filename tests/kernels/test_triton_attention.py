@@ -190,6 +190,29 @@ def test_modifiers(
     assert_close(run(*tensors, kernel="triton", **options), exact)
 
 
+@triton.jit
+def _of_the_key(s, b, h, i, j, bias):  # type: ignore[no-untyped-def]
+    return tl.load(bias + j)
+
+
+def of_the_key(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, bias: Tensor) -> Tensor:
+    return bias[j]
+
+
+def test_a_modifier_may_ignore_the_score_and_capture_another_dtype() -> None:
+    q, bias = torch.randn(1, 40, 2, 16), torch.randn(40).double()
+    mod = score_mod(_of_the_key, reference=of_the_key)(bias)
+    got = attention_operator(q, q, q, score_mod=mod, kernel="triton", return_lse=True)
+    wide = q.double()
+    exact = attention_operator(wide, wide, wide, score_mod=mod, kernel="reference", return_lse=True)
+    assert_close(got, exact)  # type: ignore[arg-type]
+
+
+def test_both_functions_of_a_modifier_take_the_same() -> None:
+    with pytest.raises(ValueError, match="fn takes 6 arguments and reference 7"):
+        score_mod(_of_the_key, reference=biased)
+
+
 def test_a_modifier_without_a_jitted_function_is_refused() -> None:
     q = torch.randn(1, 3, 1, 16)
     only_torch = mask_mod(None, reference=upper)

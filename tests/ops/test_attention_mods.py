@@ -201,6 +201,12 @@ def test_refusals() -> None:
         score_mod(None, reference=closes)
     with pytest.raises(ValueError, match=r"decorate it with @triton.jit, or pass None"):
         score_mod(tanh_bias, reference=tanh_bias)
+    with pytest.raises(ValueError, match="score_mod tanh_bias takes 1 tensors .* but has 0"):
+        attention(q, q, q, score_mod=SCORE)
+    with pytest.raises(ValueError, match="argument 0 of score_mod is 0.5; it must be a tensor"):
+        attention(q, q, q, score_mod=SCORE(0.5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reference takes 4 arguments; .*\(score, batch, head"):
+        score_mod(None, reference=every_third)
     with pytest.raises(ValueError, match="it must be a torch function"):
         mask_mod(None, reference="causal")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"score_mod is .*pass what rooftile.score_mod\("):

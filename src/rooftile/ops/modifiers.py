@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rooftile.kernels.modifiers import Kind, Modifier, register
+from rooftile.kernels.modifiers import Kind, Modifier, functions, register
+
+INDICES: dict[Kind, int] = {"score": 5, "mask": 4}  # arguments before the captured tensors
 
 
 def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
@@ -56,6 +58,21 @@ def _registered(name: str, kind: Kind, fn: Any, reference: Callable[..., Tensor]
             f"{name}: {reference.__name__} captures {', '.join(reference.__code__.co_freevars)}; "
             f"pass tensors as arguments, {name}(...)(tensor), so that its source says what it does"
         )
+    given = INDICES[kind]
+    for function, count in (
+        ("fn", given if fn is None else len(fn.arg_names)),
+        ("reference", reference.__code__.co_argcount),
+    ):
+        if count < given:
+            raise ValueError(
+                f"{name}: {function} takes {count} arguments; it is called with "
+                f"{'(score, ' if kind == 'score' else '('}batch, head, q_index, kv_index, *tensors)"
+            )
+    if fn is not None and len(fn.arg_names) != reference.__code__.co_argcount:
+        raise ValueError(
+            f"{name}: fn takes {len(fn.arg_names)} arguments and reference "
+            f"{reference.__code__.co_argcount}; both must take the same"
+        )
     return register(kind, fn, reference)
 
 
@@ -71,7 +88,19 @@ def check_modifiers(
                 f"{operator}: {name} is {modifier!r}; pass what rooftile.{name}(fn, reference=...) "
                 f"returned"
             )
+        found = functions(modifier.key)
+        assert found is not None
+        expected = found.reference.__code__.co_argcount - INDICES[modifier.kind]
+        if len(modifier.tensors) != expected:
+            raise ValueError(
+                f"{operator}: {name} {found.reference.__name__} takes {expected} tensors after its "
+                f"indices but has {len(modifier.tensors)}; pass them as modifier(tensor, ...)"
+            )
         for i, tensor in enumerate(modifier.tensors):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"{operator}: argument {i} of {name} is {tensor!r}; it must be a tensor"
+                )
             if tensor.device != like.device:
                 raise ValueError(
                     f"{operator}: tensor {i} of {name} is on {tensor.device} but q is on "

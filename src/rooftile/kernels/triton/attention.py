@@ -59,8 +59,8 @@ def _scores(
         s = s * factor
     if score_mod is not None:
         s = s * 0.6931471805599453
-        s = score_mod(s, batch, head, rows[:, None], columns[None, :], *score_captured)
-        s = s * 1.4426950408889634
+        t = score_mod(s, batch, head, rows[:, None], columns[None, :], *score_captured)
+        s = tl.broadcast_to(t.to(tl.float32), s.shape) * 1.4426950408889634
     return s
 
 
