@@ -30,6 +30,20 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class PrefixGroups:
+    """Requests that follow each other in a batch and begin with the same pages.
+
+    Group g is requests first[g] to first[g + 1] - 1; together the groups are the whole batch, a
+    request that shares nothing being a group of its own, of shared length 0. The number of groups is
+    a capacity: groups without requests are allowed at the end.
+    """
+
+    first: Tensor  # [groups + 1] int32, from 0 to batch
+    lens: Tensor  # [groups] int32, keys that all members share: whole pages, before any query
+    max_len: int  # upper bound, known on the host
+
+
+@dataclass(frozen=True)
 class PagedBatch:
     """Which query tokens and which KV pages belong to which request, for one KV group.
 
@@ -42,6 +56,7 @@ class PagedBatch:
     page_table: Tensor  # [batch, max_pages] int32, entries past a request's last page are ignored
     max_q_len: int
     max_kv_len: int
+    prefix: PrefixGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,17 @@ class AttentionPlan:
     kernel: str
     split: SplitSpec | None
     buffer: Tensor = field(repr=False)  # int32, as planning/split_kv.py lays it out
+    cascade: CascadePlan | None = None  # instead of all this, where requests share prefixes
+
+
+@dataclass(frozen=True)
+class CascadePlan:
+    """Shared prefixes attended once by a group's queries, and what follows by each request's own."""
+
+    prefix: PagedBatch  # a request for each group: all its members' queries, the shared keys
+    prefix_plan: AttentionPlan
+    rest: PagedBatch  # the requests, their tables beginning after the shared pages
+    rest_plan: AttentionPlan
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from rooftile.ops.attention import (
     check_options,
     fake_attention,
 )
+from rooftile.ops.cascade import check_prefix, merge_two, split_batch
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator, contents_checked
 from rooftile.ops.paged_check import check_batch, check_pages, check_scales, check_slots
 from rooftile.ops.split_kv import SPLIT_KV
-from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
+from rooftile.types import AttentionPlan, CascadePlan, PagedBatch, SplitSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def paged_attention(
     Pages may be torch.float8_e4m3fn: a head's keys then are k_pages * k_scale[head], its values
     v_pages * v_scale[head]. `plan` is what `plan_paged_attention` made of this batch with the
     same options: calls of many layers may share it. With `batch_invariant` a request's bits do
-    not depend on the rest of the batch (a plan brings its own choice).
+    not depend on the rest of the batch (a plan brings its own choice). Where `batch.prefix` says
+    which requests share pages, these are attended once for all of them if that saves enough; not
+    with a left window or `batch_invariant`.
 
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
@@ -97,17 +100,56 @@ def paged_attention(
         )
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
     check_batch(name, q, k_pages, batch, left)
+    if batch.prefix is not None:
+        check_prefix(name, batch, batch.prefix, k_pages.shape[2])
     check_scales(name, k_pages, v_pages, k_scale, v_scale)
-    if plan is not None:
-        call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+    call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
+    if plan is None and _cascades(call, batch):
+        plan = make_plan(call, batch, q.shape[0], kernel)
+    elif plan is not None:
         _check_plan(name, plan, call, batch, q.shape[0], kernel)
-        kernel = plan.kernel
-    out, lse = PAGED_ATTENTION.handle(
-        *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-        *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
-        *(k_scale, v_scale, batch_invariant, *plan_arguments(plan), kernel),
+    out, lse = run_planned(
+        *(q, k_pages, v_pages, batch, plan, sink, left, right, softcap, scale),
+        *(k_scale, v_scale, batch_invariant, kernel),
     )
     return (out, lse) if return_lse else out
+
+
+def run_planned(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    plan: AttentionPlan | None,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` without checks: out and lse."""
+
+    def attend(
+        batch: PagedBatch, plan: AttentionPlan | None, sink: Tensor | None, right: int
+    ) -> tuple[Tensor, Tensor]:
+        results: tuple[Tensor, Tensor] = PAGED_ATTENTION.handle(
+            *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
+            *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
+            *(k_scale, v_scale, batch_invariant, *plan_arguments(plan)),
+            kernel if plan is None else plan.kernel,
+        )
+        return results
+
+    if plan is not None and plan.cascade is not None:
+        shared, own = plan.cascade, plan.cascade.rest_plan
+        # A query sees all of the prefix, and the sink counts once.
+        prefix = attend(shared.prefix, shared.prefix_plan, None, -1)
+        return merge_two(prefix, attend(shared.rest, own, sink, right))
+    return attend(batch, plan, sink, right)
 
 
 def plan_paged_attention(
@@ -140,18 +182,32 @@ def plan_paged_attention(
     check_heads(name, q.shape[1], k_pages.shape[1])
     left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
     check_batch(name, q, k_pages, batch, left)
+    if batch.prefix is not None:
+        check_prefix(name, batch, batch.prefix, k_pages.shape[2])
     call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
     return make_plan(call, batch, q.shape[0], kernel)
 
 
 def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) -> AttentionPlan:
     """`plan_paged_attention` without checks."""
+    if _cascades(call, batch):
+        assert batch.prefix is not None
+        groups, rest = split_batch(batch, batch.prefix, call.page_size)
+        over_prefix = make_plan(replace(call, right=-1, has_sink=False), groups, tokens, kernel)
+        over_rest = make_plan(call, rest, tokens, kernel)
+        cascade = CascadePlan(groups, over_prefix, rest, over_rest)
+        return AttentionPlan(over_rest.kernel, None, over_rest.buffer, cascade)
     family = PAGED_ATTENTION.choose(call, kernel)
     split = _split(family, call, batch, tokens)
     if split is None:
         return AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
     buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, "auto")
     return AttentionPlan(family, split, buffer)
+
+
+def _cascades(call: AttentionCall, batch: PagedBatch) -> bool:
+    some = batch.prefix is not None and batch.kv_lens.shape[0] > 0
+    return some and call.left < 0 and not call.batch_invariant
 
 
 def plan_arguments(plan: AttentionPlan | None) -> tuple[Tensor | None, list[int]]:
@@ -169,6 +225,21 @@ def _split(family: str, call: AttentionCall, batch: PagedBatch, tokens: int) -> 
     capacities = (batch.kv_lens.shape[0], tokens, batch.max_q_len, batch.max_kv_len)
     split: SplitSpec = kernel.split(call, *capacities)
     return split
+
+
+def _check_cascade(
+    name: str, cascade: CascadePlan, call: AttentionCall, batch: PagedBatch, tokens: int
+) -> None:
+    require(
+        _cascades(call, batch),
+        lambda: (
+            f"{name}: the plan is of a batch whose requests share prefixes, and this call does not "
+            f"share them; call plan_paged_attention with the arguments of this call"
+        ),
+    )
+    prefix = replace(call, right=-1, has_sink=False)
+    _check_plan(name, cascade.prefix_plan, prefix, cascade.prefix, tokens, "auto")
+    _check_plan(name, cascade.rest_plan, call, cascade.rest, tokens, "auto")
 
 
 def _check_plan(
@@ -191,6 +262,8 @@ def _check_plan(
     if plan.split is not None and plan.split.piece:
         call = replace(call, batch_invariant=True)
     PAGED_ATTENTION.choose(call, plan.kernel)  # raises where the kernel cannot run the call
+    if plan.cascade is not None:
+        return _check_cascade(name, plan.cascade, call, batch, tokens)
     wanted = _split(plan.kernel, call, batch, tokens)
     require(
         wanted == plan.split,
