@@ -52,8 +52,9 @@ def _hopper(case: AttentionCase) -> Choice:
         reason = f"the table's entry for head dims up to {config.dim}"
     else:
         reason = (
-            f"at {q_len} queries {config.tile_rows} rows instead of the {usual.tile_rows} of longer "
-            f"ones: less is wasted on rows past the end and on the diagonal"
+            f"at {q_len} queries {config.tile_rows} rows by {config.block} keys instead of the "
+            f"{usual.tile_rows} by {usual.block} of longer ones: less is wasted past the end and on "
+            f"the diagonal, and a short tile starts sooner"
         )
     reason += f"; {config.groups} warpgroups of 64 rows, {config.consumer_registers} registers each"
     tile = Tile(config.tile_rows, config.block, config.stages)
