@@ -117,7 +117,8 @@ def test_parts_fill_the_partial_buffer_once_and_merges_name_them_in_order(
         begin = 0
         for part, item in enumerate(parts[index]):
             assert item.partial_row == merge.partial_row + part * merge.row_stride == rows
-            assert item[:4] == merge[:4]
+            assert item[1:4] == merge[1:4]
+            assert merge.arrived == 0
             assert item.q_begin == merge.q_begin
             if item.kv_begin < item.kv_end:
                 assert item.kv_begin >= begin

@@ -79,7 +79,7 @@ class Item(NamedTuple):
 class Merge(NamedTuple):
     """A strip in several parts, as 8 words of the buffer."""
 
-    request: int
+    arrived: int  # 0; a kernel whose last part to arrive joins them counts here, back to 0 again
     kv_head: int
     row_begin: int
     row_end: int
@@ -286,7 +286,7 @@ def plan(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Plan
                 slots += 1
                 if strip.piece == 0 and begin == strip.kv_begin:
                     merges.append(
-                        Merge(strip.request, strip.kv_head, strip.row_begin, strip.row_end,
+                        Merge(0, strip.kv_head, strip.row_begin, strip.row_end,
                               partial_row, 0, spec.tile_rows[-1], q_begins[strip.request])
                     )  # fmt: skip
                 merge = len(merges) - 1

@@ -138,7 +138,7 @@ def _write_merges(
             parts = tl.load(merge_slot + index + 1, mask=valid, other=0).to(tl.int32) - slot
         row_begin = local % query_tiles * tile
         words = plan + merges_at + index * MERGE_WORDS
-        tl.store(words, r, mask=valid)
+        tl.store(words, tl.zeros_like(r), mask=valid)
         tl.store(words + 1, local // query_tiles, mask=valid)
         tl.store(words + 2, row_begin, mask=valid)
         tl.store(words + 3, tl.minimum(row_begin + tile, q_len * group_size), mask=valid)

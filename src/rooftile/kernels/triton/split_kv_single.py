@@ -152,7 +152,7 @@ def split_kv_single_kernel(
         opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _later)
         words = plan + merges_at + (merges - 1) * MERGE_WORDS
         strip_head = strip - tl.gather(strip_of, at_request, 0)
-        tl.store(words, at_request, mask=closes)
+        tl.store(words, 0, mask=closes)
         tl.store(words + 1, strip_head, mask=closes)
         tl.store(words + 2, 0, mask=closes)
         tl.store(words + 3, tl.gather(rows, at_request, 0), mask=closes)
