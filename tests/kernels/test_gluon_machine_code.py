@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
 from rooftile.kernels.gluon.attention.config import CONFIGS as BY_DIM  # noqa: E402
-from rooftile.kernels.gluon.attention.config import SHORT_64  # noqa: E402
+from rooftile.kernels.gluon.attention.config import SHORT_64, SHORT_128  # noqa: E402
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
@@ -35,7 +35,7 @@ CAUSAL = {**PLAIN, "dynamic": True, "has_right": True}
 RAGGED = {**CAUSAL, "ragged": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
 CONFIGS = {"64": BY_DIM[64], "64 short": SHORT_64,
-           "128": BY_DIM[128], "256": BY_DIM[256]}  # fmt: skip
+           "128": BY_DIM[128], "128 short": SHORT_128, "256": BY_DIM[256]}  # fmt: skip
 
 
 def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> MachineCode:
@@ -68,6 +68,7 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
         ("128", PLAIN),
         ("128", CAUSAL),
         ("128", RAGGED),
+        ("128 short", PLAIN),
         ("256", CAUSAL),
         *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
         *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),

@@ -37,7 +37,7 @@ class Config:
 CONFIGS = {
     64: Config(64, 3, 128, 2, 160, 32, turns=3),
     128: Config(128, 2, 128, 2, 240, 24, turns=2),
-    256: Config(256, 2, 64, 2, 240, 24, own_output=False),
+    256: Config(256, 2, 64, 2, 232, 40, own_output=False),
 }
 # Short sequences at head dim 64: tiles of 128 rows waste less than 192, also on the diagonal, and two
 # CTAs of two warpgroups overlap each other where a tile has too few blocks to overlap its own.
@@ -47,6 +47,10 @@ CONFIGS = {
 SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2)
 SHORT_Q_LEN = 512
 SHORT_CAUSAL_Q_LEN = 4096
+# One or two tiles of rows at head dim 128, seen whole: tiles of 64 keys start sooner. H200, share of
+# cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
+SHORT_128 = Config(128, 2, 64, 4, 240, 24)
+SHORT_128_Q_LENS = range(129, 257)
 UNBOUNDED = 2**30  # beyond every length
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
@@ -55,13 +59,22 @@ UNBOUNDED = 2**30  # beyond every length
 #   causal  one head, 8, 24, 64   h16 d128 s512 235 261 321 -, s2048 533 548 542 498,
 #                                 s8192 619 629 632 670; h8 d256 s16384 681 680 678 773
 SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
-# Up to here drawing tiles from a counter costs more than it balances (H200, d128 causal, s512:
-# 303 against 322 TFLOP/s, s768 411 against 433, s2048 540 against 525).
-IN_TURN_Q_LEN = 1024
+# Up to here drawing tiles from a counter costs more than it balances. H200, causal, share of cuDNN
+# drawn and in turn: d64 s256 0.97, 1.02, s512 1.15, 1.12, s768 1.16, 1.08; d128 s256 0.87, 0.89,
+# s512 0.99, 0.97, s768 1.06, 1.03; d256 s512 1.00, 0.95.
+IN_TURN_Q_LEN = 256
 
 
 def config_of(k_dim: int, v_dim: int, q_len: int, right: int) -> Config:
+    """q_len: of a sequence; of a ragged batch, a typical one."""
     dim = next(dim for dim in CONFIGS if dim >= max(k_dim, v_dim))
     if dim == 64 and q_len <= (SHORT_CAUSAL_Q_LEN if right >= 0 else SHORT_Q_LEN):
         return SHORT_64
+    if dim == 128 and right < 0 and q_len in SHORT_128_Q_LENS:
+        return SHORT_128
     return CONFIGS[dim]
+
+
+def typical_length(tokens: int, batch: int, longest: int) -> int:
+    """Of a ragged batch: most of the work is in sequences longer than the mean."""
+    return min(longest, 2 * tokens // max(batch, 1))

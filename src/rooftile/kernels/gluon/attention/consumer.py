@@ -112,6 +112,26 @@ def next_block(
 
 
 @gluon.jit
+def _not_mine(problem, row0, last, offset, kv_len):
+    """How many of a tile's first blocks, which hold the last keys, no row of a warpgroup sees: they
+    are there for the other warpgroups."""
+    if problem.has_right and not problem.has_left and problem.block <= GROUP_ROWS:
+        first, mine = problem.keys_of(row0, GROUP_ROWS, kv_len - offset, kv_len)
+        return last + 1 - first - mine
+    else:
+        return 0
+
+
+@gluon.jit
+def _skip(k_ring, v_ring, fill):
+    k_ring.arrived(fill)
+    k_ring.release(fill)
+    v_ring.arrived(fill)
+    v_ring.release(fill)
+    return k_ring.after(fill)
+
+
+@gluon.jit
 def _overlapped(
     problem,
     q,
@@ -127,6 +147,7 @@ def _overlapped(
     high,
     offset,
     kv_len,
+    row0,
     dtype: gl.constexpr,
     group: gl.constexpr,
     S: gl.constexpr,
@@ -139,6 +160,13 @@ def _overlapped(
     """
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
+    skipped = _not_mine(problem, row0, last, offset, kv_len)
+    for _ in range(skipped):
+        take_turn(group, problem.turns)
+        pass_turn(group, problem.turns)
+        fill = _skip(k_ring, v_ring, fill)
+    last -= skipped
+    blocks -= skipped
     # The first block: nothing to overlap it with.
     k_ring.arrived(fill)
     take_turn(group, problem.turns)
@@ -216,17 +244,9 @@ def _in_order(
     SM, and they overlap each other."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
-    skipped = 0
-    if problem.has_right:
-        # The last keys are for the other warpgroups' rows.
-        first, mine = problem.keys_of(row0, GROUP_ROWS, kv_len - offset, kv_len)
-        skipped = gl.maximum(last + 1 - first - mine, 0)  # rows past the end have odd windows
-        for _ in range(skipped):
-            k_ring.arrived(fill)
-            k_ring.release(fill)
-            v_ring.arrived(fill)
-            v_ring.release(fill)
-            fill = k_ring.after(fill)
+    skipped = _not_mine(problem, row0, last, offset, kv_len)
+    for _ in range(skipped):
+        fill = _skip(k_ring, v_ring, fill)
     o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
     for i in range(skipped, blocks):
         n = last - i
@@ -317,6 +337,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 high,
                 offset,
                 kv_len,
+                row0,
                 dtype,
                 group,
                 S,

@@ -17,6 +17,7 @@ from rooftile.kernels.gluon.attention.config import (
     UNBOUNDED,
     Config,
     config_of,
+    typical_length,
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
@@ -75,11 +76,10 @@ def attention_varlen(
     scale: float,
     config: Config | None = None,
 ) -> Result:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
-    config = config or config_of(q.shape[2], v.shape[2], max_q_len, right)
     options = (left, right, softcap, scale, config)
     kind = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(cu_seqlens_q.shape, sink is None, options),
+        *(cu_seqlens_q.shape, max_q_len, sink is None, options),
     )
     run = _ragged.get(kind)
     if run is None:
@@ -175,9 +175,9 @@ def bind_attention_varlen(
     config: Config | None = None,
 ) -> Callable[..., Result]:
     """`attention_varlen` for tensors like these: a function of q, k, v, the lengths and sink."""
-    config = config or config_of(q.shape[2], v.shape[2], max_q_len, right)
-    tokens, num_heads, _ = q.shape
-    v_dim = v.shape[2]
+    tokens, num_heads, k_dim = q.shape
+    batch, v_dim = cu_seqlens_q.shape[0] - 1, v.shape[2]
+    config = config or config_of(k_dim, v_dim, typical_length(tokens, batch, max_q_len), right)
     if tokens == 0:
         return lambda q, k, v, cu_q, cu_k, sink: _without_keys(q, k, v, sink)
     # A descriptor needs memory, though no row of it may be visible.
@@ -193,7 +193,6 @@ def bind_attention_varlen(
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
 
         return run_prepared
-    batch = cu_seqlens_q.shape[0] - 1
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
     device = q.device

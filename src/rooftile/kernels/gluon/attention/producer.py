@@ -10,33 +10,55 @@ from rooftile.kernels.gluon.tile.rows import coordinates
 
 
 @gluon.jit
+def _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0):
+    for group in gl.static_range(problem.groups):
+        q_fill = problem.q_fill(q_turn, group)
+        q_ring.acquire(q_fill)
+        at = coordinates(problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS)
+        q_ring.load(q_fill, q_desc, at)
+
+
+@gluon.jit
 def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """The producer warp: tells the consumers what each tile is, and loads it."""
+    """The producer warp: tells the consumers what each tile is, and loads it.
+
+    What the consumers wait for comes first: the first keys of a tile. Which tile follows is found
+    out behind them (a draw from global memory and, where ragged, a read of it take a microsecond),
+    while the consumers are busy.
+    """
     q_turn = first_fill()
     fill = first_fill()
     slot = first_fill()
     t = gl.program_id(0)
+    last = problem.num_tiles - 1
+    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(gl.minimum(t, last))
     while t < problem.num_tiles:
-        following = queue.draw(t)
-        batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(t)
         first, blocks = problem.keys(row0, q_len, kv_len)
-        queue.send(slot, (blocks, batch, head, row0, q_start, q_len, kv_len, first))
         kv_head = head // problem.group_size
-        for group in gl.static_range(problem.groups):
-            q_fill = problem.q_fill(q_turn, group)
-            q_ring.acquire(q_fill)
-            at = coordinates(problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS)
-            q_ring.load(q_fill, q_desc, at)
+        if problem.own_output:
+            _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
+        column0 = (first + blocks - 1) * problem.block
+        at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
+        k_ring.acquire(fill)
+        k_ring.load(fill, k_desc, at)
+        queue.send(slot, (blocks, batch, head, row0, q_start, q_len, kv_len, first))
+        v_ring.acquire(fill)
+        v_ring.load(fill, v_desc, at)
+        fill = k_ring.after(fill)
+        t = queue.draw(t)
+        following = problem.tile(gl.minimum(t, last))
+        if not problem.own_output:  # Q waits until the tile before has left its place
+            _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         q_turn = problem.next_q(q_turn)
-        for i in range(blocks):
-            column0 = (first + blocks - 1 - i) * problem.block
+        for _ in range(1, blocks):
+            column0 -= problem.block
             at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
             k_ring.acquire(fill)
             k_ring.load(fill, k_desc, at)
             v_ring.acquire(fill)
             v_ring.load(fill, v_desc, at)
             fill = k_ring.after(fill)
-        t = following
         slot = queue.after(slot)
+        batch, head, row0, q_start, q_len, kv_start, kv_len = following
     queue.finish()
     queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0))
