@@ -229,7 +229,7 @@ def test_operands_are_read_where_they_lie() -> None:
     assert got.data_ptr() == inside.data_ptr()
     assert not by_rows
     copied, _ = FORWARD._operand(torch.zeros(40, 30).bfloat16(), True)
-    assert copied.stride(0) == 32
+    assert copied.stride(0) == 64
 
 
 def test_reasons_for_refusal() -> None:

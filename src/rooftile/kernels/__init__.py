@@ -28,7 +28,11 @@ class Kernel:
 
     run: Callable[..., Any]
     supports: Callable[[Any], str | None]
-    efficiency: float
+    efficiency: float | Callable[[Any], float]
+
+    def efficiency_of(self, call: Any) -> float:
+        return self.efficiency(call) if callable(self.efficiency) else self.efficiency
+
     split: Callable[..., Any] | None = None
     bind: Callable[..., Callable[..., Any]] | None = None
 

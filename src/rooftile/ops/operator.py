@@ -144,7 +144,10 @@ def _choose(name: str, call: Hashable, requested: str) -> str:
     if not able:
         reasons = "; ".join(f"{f}: {declared.refusal(call, f)}" for f in declared.families)
         raise NotImplementedError(f"{name}: no kernel can run this call ({reasons})")
-    return max(able, key=lambda family: _load(name, declared.module, family).efficiency)  # type: ignore[union-attr]
+    return max(
+        able,
+        key=lambda family: _load(name, declared.module, family).efficiency_of(call),  # type: ignore[union-attr]
+    )
 
 
 def contents_checked(tensor: torch.Tensor) -> bool:

@@ -6,13 +6,14 @@ The model is that of the Stream-K paper (arXiv 2301.03598, appendix A.1): a CTA 
         + fixup * (parts it adds)
 
 and in addition it waits for parts that are not published yet. The four costs are measured for each
-tile shape (`stream_k_costs.json`; `benchmarks/gemm_costs.py` fits them), or come from the data sheet
+tile shape (`stream_k_costs.json`, fitted by `benchmarks/gemm_costs.py`), or come from the data sheet
 of a machine that was not measured.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -48,12 +49,16 @@ SpanKind = Literal["compute", "publish", "wait", "fixup"]
 class Costs:
     """Seconds: of a tile's start and epilogue, of one step along K, of writing a part for another
     CTA, and of adding one such part.
+
+    broken_lines: how much longer a step takes on a full machine where rows of the operands do not
+        begin on lines of the cache: each piece of a row then comes in two.
     """
 
     setup: float
     iteration: float
     publish: float
     fixup: float
+    broken_lines: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,24 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Vendor:
+    """The vendor's library, as a black box with the same kind of costs as `Machinery`.
+
+    depth: seconds of a step along K that tiles too few for the machine do not hide.
+    misaligned_flops: a second, where a row is no multiple of 16 bytes.
+    """
+
+    launch: float
+    flops: float
+    start: float
+    bandwidth: float
+    depth: float
+    broken_lines: float
+    sharpness: float
+    misaligned_flops: float
+
+
+@dataclass(frozen=True)
 class Machinery:
     """A machine's costs. Computing and reading overlap, the better the larger `sharpness` is:
 
@@ -86,6 +109,7 @@ class Machinery:
     bandwidth: float
     sharpness: float
     costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
+    vendor: Vendor | None = None
 
     def of(self, tiling: Tiling) -> Costs:
         return self.costs[tiling.block_m, tiling.block_n]
@@ -101,7 +125,7 @@ def machinery(machine: Machine) -> Machinery:
         for shape, values in row.pop("costs").items():
             block_m, block_n = map(int, shape.split("x"))
             costs[block_m, block_n] = Costs(**values)
-        return Machinery(**row, costs=costs)
+        return Machinery(**row | {"vendor": Vendor(**row["vendor"])}, costs=costs)
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
     return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, costs)
 
@@ -184,19 +208,55 @@ def _run(
     return spans
 
 
-def predict(decomposition: Decomposition, machine: Machine, itemsize: int = 2) -> float:
-    """Seconds, without walking through the CTAs."""
+def predict(
+    decomposition: Decomposition, machine: Machine, itemsize: int = 2, whole_lines: bool = True
+) -> float:
+    """Seconds, without walking through the CTAs.
+
+    whole_lines: rows of the operands begin on cache lines (128 bytes).
+    """
     known = machinery(machine)
     costs = known.of(decomposition.tiling)
     others = decomposition.most_parts - 1
-    computing = known.launch + costs.iteration * decomposition.most_steps
+    iteration = costs.iteration
+    if not whole_lines:
+        iteration *= 1 + costs.broken_lines * decomposition.num_ctas / machine.units
+    computing = known.launch + iteration * decomposition.most_steps
     computing += costs.setup * decomposition.most_segments
     computing += (costs.publish if others else 0.0) + costs.fixup * others
     product = decomposition.product
     moved = linear_work(product.m, product.k, product.n, itemsize).bytes
     reading = known.start + moved / known.bandwidth
-    power = known.sharpness
-    return float((computing**power + reading**power) ** (1 / power))
+    return _overlapped(computing, reading, known.sharpness)
+
+
+def predict_vendor(
+    product: Product,
+    machine: Machine,
+    itemsize: int = 2,
+    whole_lines: bool = True,
+    aligned: bool = True,
+) -> float | None:
+    """Seconds that the vendor's library takes, `None` where it was not measured.
+
+    aligned: rows of the operands and of the result are multiples of 16 bytes.
+    """
+    vendor = machinery(machine).vendor
+    if vendor is None:
+        return None
+    work = linear_work(product.m, product.k, product.n, itemsize)
+    flops = vendor.flops if aligned else vendor.misaligned_flops
+    computing = vendor.launch + work.flops / flops * itemsize / 2
+    if not whole_lines:
+        computing += work.flops / flops * vendor.broken_lines
+    square = Tiling(128, 128, STEP_BYTES // itemsize)
+    waves = square.tiles(product) / machine.units
+    computing += vendor.depth * square.iterations(product) * math.exp(-waves)
+    return _overlapped(computing, vendor.start + work.bytes / vendor.bandwidth, vendor.sharpness)
+
+
+def _overlapped(computing: float, reading: float, sharpness: float) -> float:
+    return float((computing**sharpness + reading**sharpness) ** (1 / sharpness))
 
 
 def candidates(
@@ -235,15 +295,16 @@ def choose(
     machine: Machine,
     itemsize: int = 2,
     tilings: Iterable[Tiling] | None = None,
+    whole_lines: bool = True,
 ) -> Choice:
     """The decomposition that is predicted to take least; of equal ones the first, so the simplest.
 
-    tilings: those to choose from, `None` for the kernel's.
+    tilings: those to choose from, `None` for the kernel's. whole_lines: as for `predict`.
     """
     if tilings is None:
         tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES]
     timed = [
-        (predict(decomposition, machine, itemsize), decomposition)
+        (predict(decomposition, machine, itemsize, whole_lines), decomposition)
         for decomposition in candidates(product, machine.units, tilings)
     ]
     seconds, best = min(timed, key=lambda pair: pair[0])

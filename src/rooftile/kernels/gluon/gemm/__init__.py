@@ -8,16 +8,17 @@ CTA finishes is published first thing, and a finisher waits for CTAs of lower nu
 | file | what it is |
 | --- | --- |
 | forward.py | from the operator's arguments to a launch |
-| config.py | tile sizes, stages and roles, and which to take |
+| plan.py, config.py | who computes what with which tiles; their stages and registers |
 | kernel.py | shared memory, barriers, roles |
 | problem.py | what every role knows |
 | shares.py | a CTA's share of the steps, segment by segment |
 | producer.py, consumer.py | the two roles |
 | fixup.py | parts of tiles that go from one CTA to another |
 | epilogue.py | bias, activation, gate, residual, store |
+| pad.py | copies of matrices that the copy engine cannot address |
 """
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.gluon.gemm.forward import matmul, supports
+from rooftile.kernels.gluon.gemm.forward import efficiency, matmul, supports
 
-KERNELS = {"matmul": Kernel(matmul, supports, efficiency=0.45)}
+KERNELS = {"matmul": Kernel(matmul, supports, efficiency)}

@@ -64,9 +64,9 @@ LARGE = Config(128, 256, True, 4, 2)
 TALL = Config(256, 128, True, 4, 1)
 SQUARE = Config(128, 128, True, 6, 2)
 FLAT = Config(64, 256, False, 5, 1)
-FEW_128 = Config(64, 128, False, 8, 1)
-FEW_64 = Config(64, 64, False, 12, 1)
-FEW_32 = Config(64, 32, False, 16, 1)
+FEW_128 = Config(64, 128, False, 6, 1)
+FEW_64 = Config(64, 64, False, 8, 1)
+FEW_32 = Config(64, 32, False, 10, 1)
 CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
 
 

@@ -12,13 +12,16 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.flags import discard_flags, flags
 from rooftile.kernels.gluon.gemm.config import constants
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
-from rooftile.kernels.gluon.gemm.pad import addressable_rows, copy_rows, padded
+from rooftile.kernels.gluon.gemm.pad import addressable_rows, copy_rows, copy_seconds, padded
 from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.reference import gemm as reference
+from rooftile.planning.hardware import H200
+from rooftile.planning.roofline import least_time, linear_work
 
 FP8 = torch.float8_e4m3fn
+_LINE_BYTES = 128
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -52,9 +55,12 @@ def matmul(
     b, b_by_rows = _operand(b, False)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    plan = plan or choose_plan(
-        *(m, n, k, a.element_size(), multiprocessors(a.device), batch_invariant)
-    )
+    if plan is None:
+        strides = (max(x.stride()) * x.element_size() for x in (a, b))
+        plan = choose_plan(
+            *(m, n, k, a.element_size(), multiprocessors(a.device), batch_invariant),
+            all(stride % _LINE_BYTES == 0 for stride in strides),
+        )
     a_rows = plan.a_rows(a_by_rows)
     launch = _launch(
         plan,
@@ -186,6 +192,25 @@ def _operand(x: Tensor, k_last: bool) -> tuple[Tensor, bool]:
         return x, by_rows
     copy = padded(long)
     return (copy if by_rows else copy.T), by_rows
+
+
+def efficiency(call: Any) -> float:
+    """Share of the roofline that the plan for a call is predicted to reach on an H200."""
+    itemsize = call.dtype.itemsize
+    stride_a = call.m if call.a_layout == "column" else call.k
+    stride_b = call.n if call.b_layout == "row" else call.k
+    # What is copied first begins on cache lines.
+    lines = all(n * itemsize % _LINE_BYTES == 0 or n * itemsize % 16 for n in (stride_a, stride_b))
+    plan = choose_plan(*(call.m, call.n, call.k, itemsize, H200.units, call.batch_invariant, lines))
+    seconds = plan.seconds
+    for rows, columns, size in (
+        (call.m * call.k // stride_a, stride_a, itemsize),
+        (call.n * call.k // stride_b, stride_b, itemsize),
+        (call.m, call.n, call.out_dtype.itemsize),
+    ):
+        if columns * size % 16:
+            seconds += copy_seconds(rows * columns * size)
+    return least_time(linear_work(call.m, call.k, call.n, itemsize), H200).seconds / seconds
 
 
 def supports(call: Any) -> str | None:

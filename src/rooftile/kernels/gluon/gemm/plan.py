@@ -19,6 +19,7 @@ class Plan:
     """The numbers of planning/stream_k.py: Decomposition that the kernel gets.
 
     band: rows of tiles that are walked together.
+    seconds: that it is predicted to take.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Plan:
     group_ctas: int
     group_tiles: int
     band: int
+    seconds: float = 0.0
 
     def a_rows(self, by_rows: bool) -> int:
         """Rows of a's box. The copy engine takes as long for rows beyond the matrix as for others,
@@ -46,7 +48,7 @@ class Plan:
         return self.num_ctas * self.config.block_m * self.config.block_n if self.stream_tiles else 0
 
 
-def plan_of(config: Config, decomposition: Decomposition) -> Plan:
+def plan_of(config: Config, decomposition: Decomposition, seconds: float = 0.0) -> Plan:
     product, tiling = decomposition.product, decomposition.tiling
     # The tiles that run at one time cover a square, so that they share operands.
     band = round(sqrt(decomposition.num_ctas * tiling.block_n / tiling.block_m))
@@ -61,15 +63,25 @@ def plan_of(config: Config, decomposition: Decomposition) -> Plan:
         decomposition.group_ctas,
         decomposition.group_tiles,
         max(band, 1),
+        seconds,
     )
 
 
 @lru_cache(maxsize=4096)
-def choose_plan(m: int, n: int, k: int, itemsize: int, num_sms: int, batch_invariant: bool) -> Plan:
+def choose_plan(
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    batch_invariant: bool = False,
+    whole_lines: bool = True,
+) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
     batch_invariant: whole tiles of a shape that depends on n and k alone, the one that is best for
         64 rows.
+    whole_lines: rows of the operands begin on cache lines.
     """
     machine = replace(H200, units=num_sms)
     if batch_invariant:
@@ -77,9 +89,11 @@ def choose_plan(m: int, n: int, k: int, itemsize: int, num_sms: int, batch_invar
         whole = [data_parallel(Product(_FEW_ROWS, n, k), x.tiling(itemsize), num_sms) for x in few]
         times = [predict(x, machine, itemsize) for x in whole]
         config = few[times.index(min(times))]
-        return plan_of(config, data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms))
+        found = data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms)
+        return plan_of(config, found, predict(found, machine, itemsize, whole_lines))
     # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
     configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
     by_tiling = {x.tiling(itemsize): x for x in configs}
-    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling)).decomposition
-    return plan_of(by_tiling[best.tiling], best)
+    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), whole_lines)
+    found = best.decomposition
+    return plan_of(by_tiling[found.tiling], found, best.seconds)
