@@ -59,11 +59,16 @@ def test_only_what_is_right_is_timed() -> None:
     def broken() -> torch.Tensor:
         raise RuntimeError("no memory\nand more")
 
+    def unknown() -> torch.Tensor:
+        raise TypeError("no such option")
+
     wrong = {"wrong": lambda: right() * 1.5, "broken": broken}
-    measured = measure(
-        "attention", replace(made, kernels={"reference": right, **wrong}), CPU,
-        machine=EPYC_2_CORES, seconds=0.01,
-    )  # fmt: skip
+    peers = {**made.peers, "odd": unknown}
+    made = replace(made, kernels={"reference": right, **wrong}, peers=peers)
+    measured = measure("attention", made, CPU, machine=EPYC_2_CORES, seconds=0.01)
+    assert measured.absent["odd"] == "TypeError: no such option"
+    with pytest.raises(TypeError, match="no such option"):
+        measure("attention", replace(made, kernels={"reference": unknown}), CPU, machine=None)
     assert [row.kernel for row in measured.rows] == ["reference"]
     assert measured.absent["wrong"].startswith("wrong: b1 s20")
     assert measured.absent["broken"] == "RuntimeError: no memory"
