@@ -45,7 +45,7 @@ def test_refusals() -> None:
     for arguments, message in (
         (["decode", "b1 8k"], "has no 'h' word"),
         (["decode", CASE, "--rows", "64"], "--rows and --block are of attention"),
-        (["gemm", CASE], "choose attention or decode"),
+        (["softmax", CASE], "choose attention, decode or gemm"),
     ):
         result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
         assert result.exit_code != 0
