@@ -34,7 +34,7 @@ def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
     return [words[:8], ctas, merges, items]
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(batch=st.one_of(batches(), decode_batches()))
 def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
     spec, lengths = batch

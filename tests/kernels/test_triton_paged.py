@@ -1,0 +1,185 @@
+"""Paged attention, appending and merging in Triton's interpreter on a CPU, against the oracle.
+
+TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_paged.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooftile.ops.merge import merge_attention_states
+from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.types import PagedBatch
+from tests.ops import attention_oracle as oracle
+from tests.ops.test_paged import GARBAGE, check, fill, pool
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.kernels.triton import paged as kernel
+
+# A program takes 32 keys at a time and 5 programs share the work: 150 keys are split.
+LENGTHS = st.tuples(
+    st.sampled_from([0, 1, 1, 1, 2, 5, 20]), st.sampled_from([0, 1, 5, 31, 64, 150])
+)
+DTYPES = st.sampled_from([torch.float16, torch.float32])
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(LENGTHS, max_size=3),
+    padding=st.integers(0, 2),
+    heads=st.sampled_from([(1, 1), (4, 2), (5, 1)]),
+    dims=st.sampled_from([(64, 64), (5, 3), (24, 40), (80, 16)]),
+    page_size=st.sampled_from([1, 4, 16, 64]),
+    dtype=DTYPES,
+    causal=st.booleans(),
+    window=oracle.WINDOWS,
+    softcap=oracle.SOFTCAPS,
+    sink_kind=oracle.SINKS,
+    garbage=GARBAGE,
+    apart=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_equals_the_oracle(
+    lengths: list[tuple[int, int]],
+    padding: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float,
+    sink_kind: float | None,
+    garbage: int,
+    apart: bool,
+    seed: int,
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    left = None if window is None else window[0]
+    paged = fill(
+        g, lengths, heads, dims, page_size, dtype,
+        padding=padding, garbage=garbage, left=left, apart=apart,
+    )  # fmt: skip
+    sink = oracle.sink_of(g, heads[0], sink_kind)
+    check(paged, dtype, "triton", causal=causal, window=window, softcap=softcap, sink=sink)
+
+
+def test_a_plan_serves_many_calls_and_a_request_alone_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel, "PIECE_TOKENS", 64)
+    g = torch.Generator().manual_seed(0)
+    lengths = [(1, 300), (3, 70), (1, 33)]
+    paged = fill(g, lengths, (2, 1), (16, 16), 16, torch.float32)
+    arguments = (paged.q, paged.k_pages, paged.v_pages, paged.batch)
+    plan = plan_paged_attention(*arguments, kernel="triton", batch_invariant=True)
+    together = paged_attention(*arguments, plan=plan)
+    assert torch.equal(together, paged_attention(*arguments, plan=plan))  # type: ignore[arg-type]
+    assert plan.split is not None
+    assert plan.split.piece == 2
+    free = paged_attention(*arguments, kernel="triton")
+    torch.testing.assert_close(together, free, rtol=1e-5, atol=1e-5)
+    ends = [0, 1, 4, 5]
+    for i, (q_len, kv_len) in enumerate(lengths):
+        b = paged.batch
+        cu = torch.tensor([0, q_len], dtype=torch.int32)
+        one = PagedBatch(cu, b.kv_lens[i : i + 1], b.page_table[i : i + 1], q_len, kv_len)
+        alone = paged_attention(
+            paged.q[ends[i] : ends[i + 1]],
+            *arguments[1:3],
+            one,
+            kernel="triton",
+            batch_invariant=True,
+        )
+        assert torch.equal(alone, together[ends[i] : ends[i + 1]])  # type: ignore[arg-type,index]
+
+
+def test_latent_values_are_the_first_dims_of_the_keys() -> None:
+    g = torch.Generator().manual_seed(1)
+    pages = torch.randn(12, 1, 16, 80, generator=g)
+    table = torch.randperm(12, generator=g).int().view(2, 6)
+    cu, lens = torch.tensor([0, 1, 3]).int(), torch.tensor([90, 37]).int()
+    q = torch.randn(3, 4, 80, generator=g)
+    batch = PagedBatch(cu, lens, table, 2, 90)
+    for v_dim in (64, 40):
+        arguments = (q, pages, pages[..., :v_dim], batch)
+        got = paged_attention(*arguments, kernel="triton")
+        expected = paged_attention(*arguments, kernel="reference")
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=10)
+@given(
+    tokens=st.integers(0, 9),
+    heads=st.integers(1, 3),
+    dims=st.tuples(st.integers(2, 9), st.integers(1, 9)),
+    page_size=st.sampled_from([1, 4, 16]),
+    dtype=DTYPES,
+    rotated=st.sampled_from([None, False, True]),
+    apart=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_append_writes_what_the_reference_writes(
+    tokens: int,
+    heads: int,
+    dims: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    rotated: bool | None,
+    apart: bool,
+    seed: int,
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    k, v = (oracle.draw(g, dtype, tokens, heads, dim, strided=apart) for dim in dims)
+    slots = torch.randperm(40 * page_size, generator=g)[:tokens]
+    slots[torch.rand(tokens, generator=g) < 0.3] = -1
+    k[slots < 0], v[slots < 0] = math.nan, math.inf
+    options: dict[str, Any] = {}
+    if rotated is not None:
+        positions = torch.randint(0, 50, (tokens,), generator=g)
+        positions[slots < 0] = -5
+        cos_sin = torch.randn(50, 2, max(1, (dims[0] - 1) // 2), generator=g)
+        options = {"positions": positions, "cos_sin": cos_sin, "interleaved": rotated}
+    pools = {}
+    for kernel in ("triton", "reference"):
+        pools[kernel] = pool(heads, page_size, *dims, dtype)
+        append_kv(k, v, *pools[kernel], slots, **options, kernel=kernel)
+    unit = torch.finfo(dtype).eps
+    for got, expected in zip(pools["triton"], pools["reference"], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2 * unit, atol=8 * unit, equal_nan=True)
+
+
+def test_merging_many_parts() -> None:
+    g = torch.Generator().manual_seed(2)
+    for n in (0, 1, 40):
+        outs, lses = torch.randn(n, 2, 3, 20, generator=g), torch.randn(n, 2, 3, generator=g) * 4
+        lses[:, 1, 0] = -math.inf
+        outs[:, 1, 0] = math.nan
+        got = merge_attention_states(outs, lses, kernel="triton")
+        expected = merge_attention_states(outs, lses, kernel="reference")
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernel_refuses() -> None:
+    paged = fill(torch.Generator(), [(1, 9)], (1, 1), (8, 8), 4, torch.bfloat16)
+    arguments = (paged.q, paged.k_pages, paged.v_pages, paged.batch)
+    with pytest.raises(NotImplementedError, match="interpreter takes float16 and float32"):
+        paged_attention(*arguments, kernel="triton")
+    wide = dataclasses.replace(paged, q=torch.randn(1, 1, 600))
+    pages = torch.randn(9, 1, 4, 600)
+    with pytest.raises(
+        NotImplementedError, match="dims are 600 and 600; it takes up to 576 and 512"
+    ):
+        paged_attention(wide.q, pages, pages, paged.batch, kernel="triton")
