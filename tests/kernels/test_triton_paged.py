@@ -152,9 +152,9 @@ def test_append_writes_what_the_reference_writes(
         cos_sin = torch.randn(50, 2, max(1, (dims[0] - 1) // 2), generator=g)
         options = {"positions": positions, "cos_sin": cos_sin, "interleaved": rotated}
     pools = {}
-    for kernel in ("triton", "reference"):
-        pools[kernel] = pool(heads, page_size, *dims, dtype)
-        append_kv(k, v, *pools[kernel], slots, **options, kernel=kernel)
+    for family in ("triton", "reference"):
+        pools[family] = pool(heads, page_size, *dims, dtype)
+        append_kv(k, v, *pools[family], slots, **options, kernel=family)
     unit = torch.finfo(dtype).eps
     for got, expected in zip(pools["triton"], pools["reference"], strict=True):
         torch.testing.assert_close(got, expected, rtol=2 * unit, atol=8 * unit, equal_nan=True)
