@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.paged.config import LARGE, QUANTISED, SMALL, Config  # noqa: E402
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
-from rooftile.kernels.gluon.paged.merge import merge_kernel  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     MachineCode,
     compile_for_hopper,
@@ -92,10 +91,10 @@ def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
         check(compiled(config, 16, features, quantised=True), config)
 
 
-def test_merge() -> None:
-    types = dict.fromkeys(merge_kernel.arg_names, "i32") | {
-        n: t for n, t in POINTERS.items() if n in merge_kernel.arg_names
-    }
-    code = compile_for_hopper(merge_kernel, types, {"v_dim": 128, "has_sink": True})
-    assert code.spills() == 0
-    assert code.count("LDG.E.128")
+def test_parts_are_written_before_they_are_counted() -> None:
+    names = [x.name for x in compiled(SMALL[128][0], 16, PLAIN).instructions]
+    count = next(i for i, name in enumerate(names) if name.startswith("ATOMG"))
+    assert names[count - 4 : count] == ["MEMBAR.ALL.CTA", "MEMBAR.ALL.GPU", "ERRBAR", "CGAERRBAR"]
+    written = max(i for i in range(count) if names[i].startswith("STG"))
+    assert any(name.startswith("BAR.SYNC") for name in names[written:count])
+    assert names[count + 1].startswith("CCTL.IVALL")  # what comes after reads no stale line

@@ -2,9 +2,9 @@
 
 Persistent CTAs walk their runs of the plan's items. One producer warp reads the items, looks pages
 up a tile ahead and copies them by TMA, running ahead across items as far as shared memory goes;
-one or two consumer warpgroups attend with 64 packed rows each, in the schedule of the dense
-kernel. Where a plan cuts a strip, normalised parts go to float32 buffers and a second kernel joins
-them in order.
+one or two consumer warpgroups attend with 64 packed rows each in the schedule of the dense kernel,
+or one with at most 32 as the columns of its products. Where a plan cuts a strip, normalised parts
+go to float32 buffers, and the CTA whose part arrives last joins them in order.
 
 | file | what it is |
 | --- | --- |
@@ -12,8 +12,9 @@ them in order.
 | config.py | tile sizes for each head dim |
 | kernel.py | shared memory, barriers, roles |
 | work.py | what every role knows; the plan's words and the consumers' messages |
-| producer.py, consumer.py | the two roles |
-| merge.py | the second kernel |
+| producer.py | the role that loads |
+| consumer.py, few.py | the roles that attend: 64 rows a warpgroup, few rows |
+| rows.py, join.py | where results go, and how parts become one |
 """
 
 from rooftile.kernels import Kernel

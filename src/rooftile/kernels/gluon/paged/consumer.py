@@ -6,13 +6,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rooftile.kernels.gluon.attention.consumer import hide, next_block
+from rooftile.kernels.gluon.paged.join import arrive_last, join_parts
+from rooftile.kernels.gluon.paged.rows import clear_padding, store_lse, store_rows
 from rooftile.kernels.gluon.paged.work import (
     END_ROW,
+    FIRST_PART,
     FIRST_ROW,
     HEAD,
+    JOINED_BY,
     KEYS,
     LAST,
+    MERGE_WORDS,
     MORE,
+    PARTS,
     QUERIES,
     SLOT,
     TILES,
@@ -37,8 +43,6 @@ from rooftile.kernels.gluon.tile.softmax import (
     start_softmax_at_sink,
 )
 from rooftile.kernels.triton_version import tma_store_wait
-
-_CLEARED = gl.constexpr(512)  # values of padding that a CTA clears at once
 
 
 @gluon.constexpr_function
@@ -76,69 +80,6 @@ def _whole_tiles(work, first_row, end_row, offset, kv_len):
 
 
 @gluon.jit
-def store_lse(work, lse, rows, end_row, token, kv_head):
-    """The lse [rows] of a whole strip; returns where in [tokens, heads] each packed row is."""
-    heads = work.group_size
-    place = (token + rows // heads).to(gl.int64) * work.num_heads
-    place = place + kv_head * heads + rows % heads
-    gl.store(work.lse + place, lse, mask=rows < end_row)
-    return place
-
-
-@gluon.jit
-def store_rows(
-    work,
-    o,
-    lse,
-    first_row,
-    rows,
-    end_row,
-    slot,
-    token,
-    kv_head,
-    O: gl.constexpr,  # noqa: E741
-):
-    """The rows of a whole strip to the output, those of a part to the partial buffers.
-
-    o [rows, v_dim] float32 in layout O and lse [rows], normalised; rows: the packed rows, as lse
-    lies.
-    """
-    v_dim: gl.constexpr = o.shape[1]
-    width = work.v_width_of_8 * 8
-    column = gl.expand_dims(gl.arange(0, v_dim, columns_of(O)), 0)
-    at_row = gl.convert_layout(rows, rows_of(O))
-    there = gl.expand_dims(at_row < end_row, 1) & (column < width)
-    if slot < 0:
-        place = store_lse(work, lse, rows, end_row, token, kv_head)
-        at = work.out + gl.expand_dims(gl.convert_layout(place, rows_of(O)), 1) * width + column
-        gl.store(gl.multiple_of(at, [1, 16]), o.to(work.out.dtype.element_ty), mask=there)
-    else:
-        gl.store(work.partial_lse + slot + (rows - first_row), lse, mask=rows < end_row)
-        part = (slot + (at_row - first_row)).to(gl.int64)
-        at_part = work.partial_out + gl.expand_dims(part, 1) * width + column
-        gl.store(gl.multiple_of(at_part, [1, 16]), o, mask=there)
-
-
-@gluon.jit
-def clear_padding(work):
-    """Output 0 and lse -inf for the tokens after the last request."""
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    lane = gl.arange(0, _CLEARED, L)
-    first = gl.load(work.cu_seqlens_q + work.batch)
-    rows = (work.tokens - first) * work.num_heads
-    begin = gl.cast(first, gl.int64) * work.num_heads
-    zero = gl.full([_CLEARED], 0.0, gl.float32, L)
-    step = gl.num_programs(0) * _CLEARED
-    for i in range(gl.program_id(0) * _CLEARED, rows, step):
-        gl.store(work.lse + begin + i + lane, zero - float("inf"), mask=i + lane < rows)
-    for i in range(gl.program_id(0) * _CLEARED, rows * work.v_width_of_8 * 8, step):
-        at = work.out + begin * (work.v_width_of_8 * 8) + i + lane
-        gl.store(
-            at, zero.to(work.out.dtype.element_ty), mask=i + lane < rows * work.v_width_of_8 * 8
-        )
-
-
-@gluon.jit
 def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexpr):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
     block: gl.constexpr = work.block
@@ -169,7 +110,11 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
         token = queue.field(slot, TOKEN)
         q_len = queue.field(slot, QUERIES)
         kv_len = queue.field(slot, KEYS)
+        merge = queue.field(slot, JOINED_BY)
         queue.release(slot)
+        words = work.plan + work.merges_at + merge * MERGE_WORDS
+        first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
+        parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
         offset = kv_len - q_len
         first_row = item_row + group * GROUP_ROWS
         rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
@@ -265,7 +210,15 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 corner = packed_corner(kv_head * work.packed, token, q_len, token0)
                 q_ring.put(q_fill, o_desc, corner)
             else:
-                store_rows(work, o, softmax.lse(), item_row, rows, end_row, part, token, kv_head, O)
+                lse = softmax.lse()
+                store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, O)
+                if merge >= 0:  # noqa: SIM102, `and` would always count
+                    if arrive_last(work, merge, parts, group):
+                        first = first_part + group * GROUP_ROWS
+                        ends = gl.minimum(end_row, first_row + GROUP_ROWS)
+                        join_parts(
+                            work, first, parts, first_row, ends, token, kv_head, GROUP_ROWS, v_dim
+                        )
         if work.packed > 0 and work.q_stages == 1:
             tma_store_wait(0)
             q_ring.release(q_fill)

@@ -15,14 +15,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rooftile.kernels.gluon.paged.consumer import clear_padding, store_rows
+from rooftile.kernels.gluon.paged.join import arrive_last, join_parts, row_layout
+from rooftile.kernels.gluon.paged.rows import clear_padding, store_rows
 from rooftile.kernels.gluon.paged.work import (
     END_ROW,
+    FIRST_PART,
     FIRST_ROW,
     HEAD,
+    JOINED_BY,
     KEYS,
     LAST,
+    MERGE_WORDS,
     MORE,
+    PARTS,
     QUERIES,
     SLOT,
     TILES,
@@ -114,19 +119,12 @@ def _accumulator_layout(rows):
     )
 
 
-@gluon.constexpr_function
-def _row_layout(columns):
-    """A packed row over the lanes of a warp, 4 or 8 values a thread."""
-    lanes = min(columns // 4, 32)
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
 @gluon.jit
 def _load_queries(work, q_tile, item_row, end_row, token, kv_head):
     """Gathers packed rows into shared memory; returns what scores are to be multiplied by."""
     num_rows: gl.constexpr = q_tile.shape[0]
     k_dim: gl.constexpr = q_tile.shape[1]
-    L: gl.constexpr = _row_layout(k_dim)
+    L: gl.constexpr = row_layout(k_dim)
     row = item_row + gl.arange(0, num_rows, gl.SliceLayout(1, L))
     column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
     if work.quantised:
@@ -156,7 +154,7 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
     v_dim: gl.constexpr = v_ring.columns
     dtype: gl.constexpr = p_tiles.dtype
     S: gl.constexpr = _accumulator_layout(num_rows)
-    L: gl.constexpr = _row_layout(v_dim)
+    L: gl.constexpr = row_layout(v_dim)
     keys = gl.expand_dims(gl.arange(0, block, rows_of(S)), 1)
     clear_padding(work)
 
@@ -175,7 +173,11 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
         token = queue.field(slot, TOKEN)
         q_len = queue.field(slot, QUERIES)
         kv_len = queue.field(slot, KEYS)
+        merge = queue.field(slot, JOINED_BY)
         queue.release(slot)
+        words = work.plan + work.merges_at + merge * MERGE_WORDS
+        first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
+        parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
         unit = _load_queries(work, q_tile, item_row, end_row, token, kv_head)
         unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
         rows = item_row + gl.arange(0, num_rows, columns_of(S))
@@ -260,6 +262,11 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
             o = _value_columns(o)
         o = gl.convert_layout(o.permute((1, 0)), L)
         store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, L)
+        if merge >= 0:  # noqa: SIM102, `and` would always count
+            if arrive_last(work, merge, parts, 0):
+                join_parts(
+                    work, first_part, parts, item_row, end_row, token, kv_head, num_rows, v_dim
+                )
         slot = queue.after(slot)
         queue.arrived(slot)
         more = queue.field(slot, MORE)

@@ -10,7 +10,6 @@ from torch import Tensor
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.paged.config import LARGE, UNBOUNDED, Config, config_of
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
-from rooftile.kernels.gluon.paged.merge import merge_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
 from rooftile.kernels.gluon.tile.rows import addressable
 from rooftile.planning.split_kv import Layout
@@ -18,7 +17,6 @@ from rooftile.types import SplitSpec
 
 _LOG2_E = 1.4426950408889634
 _CLOCKS_A_BYTE = 1 / 19  # of one SM's share of the memory's rate
-_MOST_MERGE_PROGRAMS = 16  # of one merge
 Result = tuple[Tensor, Tensor]
 _MOST_KINDS = 4096
 _runs: dict[Any, Callable[..., Result]] = {}
@@ -119,7 +117,8 @@ def _kind_of_call(
         q.dtype,
         (q_box, describe_pages(k_pages, block), describe_pages(v_pages, block), o_box),
         (
-            *(spec.batch, tokens, layout.ctas, layout.items, page_table.stride(0)),
+            *(spec.batch, tokens, layout.ctas, layout.merges, layout.items),
+            *(spec.tile_rows[-1], page_table.stride(0)),
             *(page_pitch(k_pages) or 0, page_pitch(v_pages) or 0, q.stride(0), q.stride(1)),
             *(group_size, num_heads, k_dim // 8, v_dim // 8),
             *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
@@ -141,18 +140,6 @@ def _kind_of_call(
         ),
         most_registers=128 if config.ctas == 2 else None,
     )
-    merge = None
-    if layout.merge_capacity:
-        programs = min(spec.tile_rows[-1], spec.max_q_len * group_size, _MOST_MERGE_PROGRAMS)
-        merge = Launch(
-            merge_kernel,
-            layout.merge_capacity * programs,
-            device,
-            q.dtype,
-            (),
-            (layout.merges, programs, group_size, num_heads, v_dim // 8),
-            (("v_dim", config.dim), ("has_sink", sink is not None)),
-        )
     partial_rows = max(layout.partial_rows, 1)
 
     def run(
@@ -169,8 +156,6 @@ def _kind_of_call(
             (q, k_pages, v_pages, out),
             (q, out, lse, parts, part_lse, sinks, *scales, plan, table, cu_q),
         )
-        if merge is not None:
-            merge((), (out, lse, parts, part_lse, sinks, plan))
         return out, lse
 
     return run

@@ -10,6 +10,7 @@ from rooftile.kernels.gluon.paged.work import (
     KV_END,
     KV_HEAD,
     KV_LEN,
+    MERGE,
     PARTIAL_ROW,
     Q_BEGIN,
     Q_LEN,
@@ -71,6 +72,7 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         kv_begin = gl.load(item + KV_BEGIN)
         kv_end = gl.load(item + KV_END)
         partial_row = gl.load(item + PARTIAL_ROW)
+        merge = gl.load(item + MERGE)
         q_begin = gl.load(item + Q_BEGIN)
         q_len = gl.load(item + Q_LEN)
         kv_len = gl.load(item + KV_LEN)
@@ -94,6 +96,7 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 q_begin,
                 q_len,
                 kv_len,
+                merge,
             ),
         )
         slot = queue.after(slot)
@@ -116,4 +119,4 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
             fill = k_ring.after(fill)
             found = following
-    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -16,9 +16,15 @@ ROW_END = gl.constexpr(3)
 KV_BEGIN = gl.constexpr(5)
 KV_END = gl.constexpr(6)
 PARTIAL_ROW = gl.constexpr(7)
+MERGE = gl.constexpr(8)
 Q_BEGIN = gl.constexpr(9)
 Q_LEN = gl.constexpr(10)
 KV_LEN = gl.constexpr(11)
+
+# Words of a merge of the plan.
+MERGE_WORDS = gl.constexpr(8)
+FIRST_PART = gl.constexpr(4)  # row of the partial buffers
+PARTS = gl.constexpr(5)
 
 # Fields of the message that describes an item to the consumers.
 MORE = gl.constexpr(0)  # 0: there are no more items
@@ -31,7 +37,8 @@ SLOT = gl.constexpr(6)  # row of the partial buffers, -1: the output
 TOKEN = gl.constexpr(7)  # the request's first query token
 QUERIES = gl.constexpr(8)
 KEYS = gl.constexpr(9)
-FIELDS = gl.constexpr(10)
+JOINED_BY = gl.constexpr(10)  # index of the merge
+FIELDS = gl.constexpr(11)
 
 
 @record
@@ -52,7 +59,9 @@ class Work:
     batch: gl.tensor
     tokens: gl.tensor  # those from cu_seqlens_q[batch] on are padding
     ctas_at: gl.tensor  # where sections of the plan begin
+    merges_at: gl.tensor
     items_at: gl.tensor
+    row_stride: gl.tensor  # of the partial buffers, from part to part
     table_stride: gl.tensor
     k_pitch: gl.tensor  # rows of one head from a page to the next
     v_pitch: gl.tensor
