@@ -20,10 +20,11 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.planning.stream_k import Product, data_parallel, hybrid, split_k, stream_k
 from tests.support.gluon_sim import load_simulated, simulation
 
-FORWARD, PLAN, CONFIG = load_simulated(
+FORWARD, PLAN, CONFIG, LINEAR = load_simulated(
     "rooftile.kernels.gluon.gemm.forward",
     "rooftile.kernels.gluon.gemm.plan",
     "rooftile.kernels.gluon.gemm.config",
+    "rooftile.kernels.gluon.linear",
 )
 ACTIVATIONS = list(reference.ACTIVATIONS)
 FP8 = torch.float8_e4m3fn
@@ -230,6 +231,23 @@ def test_operands_are_read_where_they_lie() -> None:
     assert not by_rows
     copied, _ = FORWARD._operand(torch.zeros(40, 30).bfloat16(), True)
     assert copied.stride(0) == 64
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (2, 3, 40), (40,), (0, 40)])
+def test_linear_layers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias = (
+        torch.randint(-3, 4, s, generator=generator).bfloat16() for s in (shape, (24, 40), (24,))
+    )
+    with simulation(residency=3):
+        got = LINEAR.linear(x, [weight], "dense", 24, bias)
+    assert torch.equal(got, (x.float() @ weight.float().T + bias.float()).bfloat16())
+    call = SimpleNamespace(device="cpu", dtype=torch.bfloat16, format="dense")
+    assert LINEAR.efficiency(call) < 0.5
+    monkeypatch.setenv("ROOFTILE_LINEAR", "stream-k")
+    assert LINEAR.efficiency(call) == 1.0
+    call.format = "onednn"
+    assert LINEAR.supports(call) == "it cannot read 'onednn'"
 
 
 def test_reasons_for_refusal() -> None:

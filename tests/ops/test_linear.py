@@ -290,7 +290,7 @@ def test_calls_refuse_with_value_and_remedy() -> None:
         linear(x, weight, torch.zeros(3))
     with pytest.raises(ValueError, match="weight has format 'int3'; pack it as one of"):
         linear(x, PackedWeight("int3", {"weight": weight}, (4, 8)))
-    with pytest.raises(ValueError, match="kernel='gluon' does not exist"):
-        linear(x, weight, kernel="gluon")
+    with pytest.raises(ValueError, match="kernel='cutlass' does not exist"):
+        linear(x, weight, kernel="cutlass")
     with pytest.raises(NotImplementedError, match="'torch' cannot run this call: it cannot read"):
         LINEAR.handle(x, [weight], "int3", 4, None, "torch")

@@ -199,7 +199,7 @@ LINEAR = Operator(
     "linear",
     "(Tensor x, Tensor[] weight, str format, int out_features, Tensor? bias) -> Tensor",
     module="linear",
-    families=("triton", "cpu", "torch", "reference"),
+    families=("triton", "gluon", "cpu", "torch", "reference"),
     call=lambda x, weight, format, *_: LinearCall(x.device.type, x.dtype, format),
     fake=lambda x, weight, format, out_features, bias: x.new_empty((*x.shape[:-1], out_features)),
 )
