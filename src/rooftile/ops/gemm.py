@@ -177,6 +177,11 @@ def _call(
     )
 
 
+def matmul_call(a: Tensor, b: Tensor) -> MatmulCall:
+    """The call of a plain product, for those who ask which kernel runs it."""
+    return _call(a, b, None, None, None, None, "none", a.dtype, False)
+
+
 def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     *_, activation, out_dtype, _ = rest
     columns = b.shape[1] // 2 if is_gated(activation) else b.shape[1]

@@ -6,6 +6,8 @@
 | registry.py | the suites by name |
 | attention.py | the suite of `attention` and `attention_varlen` |
 | paged.py | the suites of `paged_attention` and its plans |
+| gemm.py | the suite of `matmul` |
+| gemm_plot.py | SM timelines of matrix products |
 | stream.py | a kernel that only reads |
 | decode_plot.py | SM timelines of plans |
 | timing.py | functions timed in turn, with flushed caches |
