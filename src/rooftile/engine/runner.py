@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,10 +41,10 @@ class Runner:
         self._storage = storage
         self._page_size = page_size
         self._device = device
-        self._last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # In numpy, whose small operations cost a third of torch's: a step has many of them.
+        self._last_token = np.zeros(max_rows, dtype=np.int64)
         self._page_tables = [
-            torch.zeros(max_rows, max_pages_per_row, dtype=torch.int32, device=device)
-            for _ in storage.groups
+            np.zeros((max_rows, max_pages_per_row), dtype=np.int32) for _ in storage.groups
         ]
         self._sampler = Sampler(max_rows, decoder.config.vocab_size, device)
 
@@ -59,23 +60,23 @@ class Runner:
         for start in step.starts:
             self._sampler.start(start)
         for update in step.page_updates:
-            pages = torch.tensor(update.pages, dtype=torch.int32, device=self._device)
             end = update.start + len(update.pages)
-            self._page_tables[update.group][update.row, update.start : end] = pages
+            self._page_tables[update.group][update.row, update.start : end] = update.pages
         self._storage.copy_pages(step.copies)
         hidden, cu_seqlens_q = self._forward(step.entries)
         prompt_logprobs = [self._score(hidden, cu_seqlens_q, slot) for slot in step.scores]
         if not step.samples:
             return StepOutput([], [], prompt_logprobs=prompt_logprobs)
-        last = cu_seqlens_q[1:].to(torch.int64) - 1
-        entries = torch.tensor([sample.entry for sample in step.samples], device=self._device)
-        logits = self._decoder.logits(hidden.index_select(0, last[entries]))
-        tokens, finish = self._sampler.sample(logits, step.samples)
-        rows = torch.tensor([sample.row for sample in step.samples], device=self._device)
-        self._last_token[rows] = tokens
+        ends = [int(cu_seqlens_q[sample.entry + 1]) for sample in step.samples]
+        if ends != list(range(1, len(hidden) + 1)):
+            hidden = hidden[torch.tensor(ends) - 1]
+        tokens, finish = self._sampler.sample(self._decoder.logits(hidden), step.samples)
+        self._last_token[[sample.row for sample in step.samples]] = tokens.numpy()
         return replace(finish(), prompt_logprobs=prompt_logprobs)
 
-    def _score(self, hidden: Tensor, cu_seqlens_q: Tensor, slot: ScoreSlot) -> list[TokenLogprobs]:
+    def _score(
+        self, hidden: Tensor, cu_seqlens_q: np.ndarray, slot: ScoreSlot
+    ) -> list[TokenLogprobs]:
         """Log-probabilities of an entry's prompt tokens, a bounded number of rows at a time."""
         first = int(cu_seqlens_q[slot.entry]) + slot.start
         results: list[TokenLogprobs] = []
@@ -88,50 +89,44 @@ class Runner:
             results += read_logprobs(targets, tops, *logprob_tensors(logits, ids, tops))
         return results
 
-    def _forward(self, entries: list[StepEntry]) -> tuple[Tensor, Tensor]:
+    def _forward(self, entries: list[StepEntry]) -> tuple[Tensor, np.ndarray]:
         """Hidden states [tokens, hidden] of the step's tokens, and cu_seqlens_q [batch + 1]."""
-        device = self._device
-        rows = torch.tensor([entry.row for entry in entries], device=device)
-        q_lens = torch.tensor([len(entry.token_ids) for entry in entries], device=device)
-        first = torch.tensor([entry.first for entry in entries], device=device)
-        write_from = torch.tensor([entry.write_from for entry in entries], device=device)
-        token_ids = torch.tensor([t for entry in entries for t in entry.token_ids], device=device)
+        rows = np.array([entry.row for entry in entries])
+        first = np.array([entry.first for entry in entries])
+        lengths = [len(entry.token_ids) for entry in entries]
+        cu_seqlens_q = np.zeros(len(entries) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seqlens_q[1:])
+        token_ids = np.array([t for entry in entries for t in entry.token_ids])
+        positions, row_of, write_from = first, rows, np.array([e.write_from for e in entries])
+        prompt_lens = np.array([entry.prompt_len for entry in entries])
+        longest = max(lengths)
+        if longest > 1:
+            of_token = np.repeat(np.arange(len(entries)), lengths)
+            positions = first[of_token] + np.arange(len(token_ids)) - cu_seqlens_q[of_token]
+            row_of, write_from = rows[of_token], write_from[of_token]
+            prompt_lens = prompt_lens[of_token]
+        token_ids = np.where(token_ids < 0, self._last_token[row_of], token_ids)
 
-        cu_seqlens_q = torch.zeros(len(entries) + 1, dtype=torch.int32, device=device)
-        torch.cumsum(q_lens, 0, out=cu_seqlens_q[1:])
-        # From the host, which knows it: torch's repeat_interleave wakes its threads for nothing.
-        of_token = torch.tensor(
-            [i for i, entry in enumerate(entries) for _ in entry.token_ids], device=device
-        )
-        offset = torch.arange(len(token_ids), device=device) - cu_seqlens_q[of_token]
-        positions = first[of_token] + offset
-        token_ids = torch.where(token_ids < 0, self._last_token[rows[of_token]], token_ids)
-
-        lengths = None
-        if self._decoder.needs_lengths:
-            prompts = torch.tensor([entry.prompt_len for entry in entries], device=device)
-            lengths = torch.maximum(positions + 1, prompts[of_token])
-
-        kv_lens = (first + q_lens).to(torch.int32)
-        page = positions // self._page_size
-        in_page = positions % self._page_size
-        shared = positions < write_from[of_token]  # its KV is there, in a page of others too
-        by_group = []
-        max_kv_len = max(entry.first + len(entry.token_ids) for entry in entries)
+        kv_lens = (first + lengths).astype(np.int32)
+        page, in_page = positions // self._page_size, positions % self._page_size
+        shared = positions < write_from  # its KV is there, in a page of others too
+        max_kv_len = int(kv_lens.max())
         max_pages = -(-max_kv_len // self._page_size)
-        for table in self._page_tables:
-            batch = PagedBatch(
-                cu_seqlens_q,
-                kv_lens,
-                table[rows, :max_pages],
-                max_q_len=max(len(entry.token_ids) for entry in entries),
-                max_kv_len=max_kv_len,
-            )
-            slots = table[rows[of_token], page].to(torch.int64) * self._page_size + in_page
-            by_group.append((batch, slots.masked_fill(shared, -1)))
+        decoder_lengths = None
+        if self._decoder.needs_lengths:
+            decoder_lengths = torch.from_numpy(np.maximum(positions + 1, prompt_lens))
         kv: list[LayerKV | None] = [None] * len(self._decoder.kv_specs)
-        for group, (batch, slots) in zip(self._storage.groups, by_group, strict=True):
+        queries, keys = torch.from_numpy(cu_seqlens_q), torch.from_numpy(kv_lens)
+        for table, group in zip(self._page_tables, self._storage.groups, strict=True):
+            page_table = torch.from_numpy(table[rows, :max_pages])
+            batch = PagedBatch(queries, keys, page_table, max_q_len=longest, max_kv_len=max_kv_len)
+            slots = table[row_of, page].astype(np.int64) * self._page_size + in_page
+            of_group = torch.from_numpy(np.where(shared, -1, slots))
             for layer in group.layers:
-                kv[layer] = LayerKV(*self._storage.layer(layer), slots, batch, lengths)
-        hidden = self._decoder.forward(token_ids, positions, [layer for layer in kv if layer])
+                kv[layer] = LayerKV(*self._storage.layer(layer), of_group, batch, decoder_lengths)
+        hidden = self._decoder.forward(
+            torch.from_numpy(token_ids),
+            torch.from_numpy(positions),
+            [layer for layer in kv if layer],
+        )
         return hidden, cu_seqlens_q

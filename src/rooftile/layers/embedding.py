@@ -39,6 +39,13 @@ class PackedEmbedding:
         return (embedded if self.scale == 1 else embedded * self.scale).to(self.dtype)
 
 
+def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in float32, of half-precision values; [rows, in], [out, in] -> [rows, out]."""
+    if x.dtype == torch.float32:
+        return x @ weight.T
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
 class Head:
     """Logits over the vocabulary. Ranks hold equal shares of its rows, the last one zero-padded.
 
@@ -60,11 +67,20 @@ class Head:
         self.softcap = softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
+        if hidden.is_cuda and self._has_wide_product:
+            return self.finish(_wide_product(hidden, self.linear.weight.tensors["weight"]))
         return self.finish(self.group.all_gather(self.linear(hidden)).float())
+
+    @property
+    def _has_wide_product(self) -> bool:
+        """Whether the matrix product itself can give float32, not rounded on the way."""
+        linear = self.linear
+        return self.group.size == 1 and linear.weight.format == "dense" and linear.bias is None
 
     def finish(self, logits: Tensor) -> Tensor:  # [rows, padded vocab] float32 -> [rows, vocab]
         """Scale and cap the products with the matrix's rows."""
-        logits = logits[:, : self.vocab_size]
+        if logits.shape[1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
         if self.scale != 1:
             logits = logits * self.scale
         if self.softcap:
