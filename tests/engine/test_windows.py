@@ -64,7 +64,7 @@ def poisoned(llm: LLM) -> LLM:
         return launch(step)
 
     for table in runner._page_tables:
-        table.fill_(-1)
+        table[:] = -1
     runner.launch = poison  # type: ignore[method-assign]
     return llm
 
