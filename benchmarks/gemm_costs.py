@@ -1,0 +1,151 @@
+"""Fits planning/stream_k_costs.json to measured plans: python benchmarks/gemm_costs.py ROWS.jsonl
+
+A row has a case (m x n x k, bf16, weights stored [n, k]), microseconds of the vendor's library, and of
+plans such as "128x256 hybrid" or "64x64 split-k 3". Prints the costs of the machine that the rows come
+from, how far predictions are off, and what the choices by prediction lose against the best measured.
+Needs scipy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from scipy.optimize import least_squares
+
+from rooftile.planning.hardware import H200
+from rooftile.planning.roofline import linear_work
+from rooftile.planning.stream_k import (
+    Decomposition,
+    Product,
+    data_parallel,
+    hybrid,
+    product_of,
+    split_k,
+    stream_k,
+)
+from rooftile.planning.stream_k_cost import SHAPES, tiling_of
+
+SMS = H200.units
+MACHINE = ("launch", "start", "bandwidth", "sharpness")
+COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
+VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
+NEAR = 1.5  # plans slower than this times the best count less: none of them will be chosen
+
+
+@dataclass(frozen=True)
+class Measured:
+    case: str
+    plan: Decomposition
+    us: float
+    bytes: float
+    broken: bool  # rows of the operands do not begin on cache lines
+
+
+def decomposition(product: Product, name: str) -> Decomposition:
+    shape, scheme, *split = name.split()
+    tiling = tiling_of(*map(int, shape.split("x")), itemsize=2)
+    if scheme == "split-k":
+        return split_k(product, tiling, SMS, int(split[0]))
+    build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
+    return build(product, tiling, SMS)
+
+
+def predicted(x: Sequence[float], row: Measured) -> float:
+    """Microseconds; planning/stream_k_cost.py has the same in seconds."""
+    launch, start, bandwidth, sharpness = x[:4]
+    plan = row.plan
+    at = 4 + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
+    setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
+    iteration *= 1 + (broken * plan.num_ctas / SMS if row.broken else 0)
+    others = plan.most_parts - 1
+    computing = launch + iteration * plan.most_steps + setup * plan.most_segments
+    computing += (publish if others else 0) + fixup * others
+    reading = start + row.bytes / bandwidth / 1e6
+    return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
+
+
+def vendor_predicted(x: Sequence[float], product: Product, bytes: float, broken: bool) -> float:
+    launch, tflops, start, bandwidth, depth, lines, sharpness = x
+    waves = -(-product.m // 128) * -(-product.n // 128) / SMS
+    flops = 2.0 * product.m * product.n * product.k
+    computing = launch + flops / tflops / 1e6 * (1 + (lines if broken else 0))
+    computing += depth * -(-product.k // 64) * math.exp(-waves)
+    reading = start + bytes / bandwidth / 1e6
+    return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
+
+
+def fit(residuals, guess: Sequence[float]) -> list[float]:
+    found = least_squares(
+        lambda x: residuals(numpy.abs(x)), guess, loss="soft_l1", f_scale=0.05, max_nfev=300
+    )
+    return [float(value) for value in numpy.abs(found.x)]
+
+
+def main(file: Path) -> None:
+    rows: list[Measured] = []
+    vendor: dict[str, list[float]] = {}
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        product = product_of(record["case"])
+        if any(size % 8 for size in (product.m, product.n, product.k)):
+            continue  # copies come first
+        moved = linear_work(product.m, product.k, product.n).bytes
+        vendor.setdefault(record["case"], []).append(record["vendor"])
+        for name, us in record["plans"].items():
+            plan = decomposition(product, name)
+            rows.append(Measured(record["case"], plan, us, moved, product.k % 64 != 0))
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row.case] = min(best.get(row.case, math.inf), row.us)
+
+    def off(x: Sequence[float]) -> list[float]:
+        return [
+            math.log(predicted(x, row) / row.us) / (1 if row.us < NEAR * best[row.case] else 3)
+            for row in rows
+        ]
+
+    guess = [4.0, 4.0, 4.0, 3.0]
+    for block_m, block_n in SHAPES:
+        size = block_m * block_n / (128 * 256)
+        guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
+    x = fit(off, guess)
+    products = {case: product_of(case) for case in vendor}
+
+    def vendor_off(x: Sequence[float]) -> list[float]:
+        return [
+            math.log(vendor_predicted(x, p, linear_work(p.m, p.k, p.n).bytes, p.k % 64 != 0) / us)
+            for case, p in products.items()
+            for us in vendor[case]
+        ]
+
+    y = fit(vendor_off, [4.0, 700.0, 4.0, 4.0, 0.01, 0.1, 2.0])
+    print(json.dumps(as_data(x, y), indent=2))
+    print(f"plans are off by {numpy.std(off(x)):.1%}, the vendor by {numpy.std(vendor_off(y)):.1%}")
+    lost = []
+    for case in best:
+        mine = [row for row in rows if row.case == case]
+        lost.append(min(mine, key=lambda row: predicted(x, row)).us / best[case])
+    print(f"choices by prediction lose {numpy.exp(numpy.mean(numpy.log(lost))) - 1:.1%}")
+
+
+def as_data(x: Sequence[float], y: Sequence[float]) -> dict[str, object]:
+    def scaled(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+        plain = {"sharpness": 1.0, "broken_lines": 1.0, "bandwidth": 1e12, "flops": 1e12}
+        pairs = zip(names, values, strict=True)
+        return {name: float(f"{value * plain.get(name, 1e-6):.4g}") for name, value in pairs}
+
+    costs = {}
+    for i, (block_m, block_n) in enumerate(SHAPES):
+        at = 4 + len(COSTS) * i
+        costs[f"{block_m}x{block_n}"] = scaled(COSTS, x[at : at + len(COSTS)])
+    return {H200.name: {**scaled(MACHINE, x[:4]), "costs": costs, "vendor": scaled(VENDOR, y)}}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
