@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rooftile.ops import silu_and_mul as silu_and_mul
     from rooftile.ops import token_ranks as token_ranks
     from rooftile.ops import top_logprobs as top_logprobs
+    from rooftile.ops import tree_attention as tree_attention
     from rooftile.ops import unpack as unpack
     from rooftile.types import AttentionPlan as AttentionPlan
     from rooftile.types import KVSpec as KVSpec
@@ -77,6 +78,7 @@ OPERATORS = (
     "silu_and_mul",
     "token_ranks",
     "top_logprobs",
+    "tree_attention",
     "unpack",
 )
 MODULES = {

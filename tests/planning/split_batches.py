@@ -59,7 +59,6 @@ def decode_batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         max_q_len=max([q for q, _ in lengths] + [0]),
         max_kv_len=max([kv for _, kv in lengths] + [0]),
         group_size=group_size,
-        right=draw(st.sampled_from([0, 9])),
         piece=0,
     )
     return spec, lengths

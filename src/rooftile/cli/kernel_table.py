@@ -121,7 +121,10 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             name: [("bf16 h32/8 d128 causal", ModifiedCall(attention(0), "", ""))]
             for name in ("attention_mods", "attention_varlen_mods")
         },
+        "attention_alibi": attentions(0),
+        "attention_varlen_alibi": attentions(0),
         "paged_attention": attentions(16),
+        "tree_attention": attentions(16)[:1],
         "differential_attention": differentials(0),
         "differential_attention_varlen": differentials(0),
         "paged_differential_attention": differentials(16),

@@ -38,6 +38,7 @@ from rooftile.ops.sampling import (
     token_ranks,
     top_logprobs,
 )
+from rooftile.ops.tree import tree_attention
 
 __all__ = [
     "FORMATS",
@@ -79,5 +80,6 @@ __all__ = [
     "silu_and_mul",
     "token_ranks",
     "top_logprobs",
+    "tree_attention",
     "unpack",
 ]

@@ -50,6 +50,8 @@ def _visit(
     v_slot_stride,
     v_dim_stride,
     positions,  # [rows] of the queries
+    drafts,  # [rows] a bit for each of the request's query tokens, where has_tree
+    q_len,
     first_key,
     kv_len,
     left,
@@ -67,6 +69,7 @@ def _visit(
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     has_softcap: tl.constexpr,
+    has_tree: tl.constexpr,
     latent: tl.constexpr,
     exact_k: tl.constexpr,
     exact_v: tl.constexpr,
@@ -108,6 +111,10 @@ def _visit(
             s = s * factor
         if masked:
             seen = (keys < kv_len)[None, :]
+            if has_tree:
+                drafted = keys - (kv_len - q_len)
+                named = (drafts[:, None] >> tl.maximum(drafted, 0)[None, :].to(tl.int64)) & 1
+                seen = seen & ((drafted < 0)[None, :] | (named != 0))
             if has_right:
                 seen = seen & (keys[None, :] <= positions[:, None] + right)
             if has_left:
@@ -148,6 +155,7 @@ def _run_item(
     partial_out,
     partial_lse,
     sink,
+    tree,
     k_scale,
     v_scale,
     q_stride,
@@ -179,6 +187,7 @@ def _run_item(
     has_right: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sink: tl.constexpr,
+    has_tree: tl.constexpr,
     scaled: tl.constexpr,
     latent: tl.constexpr,
     exact_k: tl.constexpr,
@@ -219,6 +228,9 @@ def _run_item(
     v += kv_head.to(tl.int64) * v_head_stride
     if scaled:
         factor *= tl.load(k_scale + kv_head)
+    drafts = positions
+    if has_tree:
+        drafts = tl.load(tree + q_begin + token, mask=valid, other=0)
 
     # Tiles low .. high are seen whole by every row.
     first_key = 0
@@ -231,6 +243,8 @@ def _run_item(
         first_key = tl.maximum(kv_len - q_len + row_begin // group_size - left, 0)
         low = tl.maximum(kv_len - q_len + last_row // group_size - left, 0)
         low = (low + block - 1) // block * block
+    if has_tree:
+        high = tl.minimum(high, kv_len - q_len)
     high = tl.maximum(high, 0) // block * block
     low = tl.maximum(tl.minimum(low, end), begin)
     high = tl.minimum(tl.maximum(high, low), end)
@@ -243,21 +257,21 @@ def _run_item(
     if has_left:
         state = _visit(
             state, begin, low, q_main, q_rest, table, k, v, k_page_stride, k_slot_stride,
-            k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, first_key, kv_len,
+            k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, drafts, q_len, first_key, kv_len,
             left, right, factor, softcap, k_dim, v_dim, main_dim, rest_tile, v_tile, page_size, block,
-            True, has_left, has_right, has_softcap, latent, exact_k, exact_v,
+            True, has_left, has_right, has_softcap, has_tree, latent, exact_k, exact_v,
         )  # fmt: skip
     state = _visit(
         state, low, high, q_main, q_rest, table, k, v, k_page_stride, k_slot_stride,
-        k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, first_key, kv_len,
+        k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, drafts, q_len, first_key, kv_len,
         left, right, factor, softcap, k_dim, v_dim, main_dim, rest_tile, v_tile, page_size, block,
-        False, has_left, has_right, has_softcap, latent, exact_k, exact_v,
+        False, has_left, has_right, has_softcap, has_tree, latent, exact_k, exact_v,
     )  # fmt: skip
     state = _visit(
         state, high, end, q_main, q_rest, table, k, v, k_page_stride, k_slot_stride,
-        k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, first_key, kv_len,
+        k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, positions, drafts, q_len, first_key, kv_len,
         left, right, factor, softcap, k_dim, v_dim, main_dim, rest_tile, v_tile, page_size, block,
-        True, has_left, has_right, has_softcap, latent, exact_k, exact_v,
+        True, has_left, has_right, has_softcap, has_tree, latent, exact_k, exact_v,
     )  # fmt: skip
     o, maximum, total = state
 
@@ -302,6 +316,7 @@ def paged_attention_kernel(
     partial_out,
     partial_lse,
     sink,
+    tree,
     k_scale,
     v_scale,
     q_stride,
@@ -334,6 +349,7 @@ def paged_attention_kernel(
     has_right: tl.constexpr,
     has_softcap: tl.constexpr,
     has_sink: tl.constexpr,
+    has_tree: tl.constexpr,
     scaled: tl.constexpr,
     latent: tl.constexpr,
     exact_k: tl.constexpr,
@@ -348,20 +364,20 @@ def paged_attention_kernel(
         if tile_rows == small_rows:
             _run_item(
                 words, q, k, v, page_table, table_stride, out, lse, partial_out, partial_lse, sink,
-                k_scale, v_scale, q_stride, q_head_stride, q_dim_stride, k_page_stride,
+                tree, k_scale, v_scale, q_stride, q_head_stride, q_dim_stride, k_page_stride,
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, left, right, factor, softcap,
                 k_dim, v_dim, small_rows, main_dim, rest_tile, v_tile, page_size, block, has_left,
-                has_right, has_softcap, has_sink, scaled, latent, exact_k, exact_v,
+                has_right, has_softcap, has_sink, has_tree, scaled, latent, exact_k, exact_v,
             )  # fmt: skip
         elif large_rows > 0:
             _run_item(
                 words, q, k, v, page_table, table_stride, out, lse, partial_out, partial_lse, sink,
-                k_scale, v_scale, q_stride, q_head_stride, q_dim_stride, k_page_stride,
+                tree, k_scale, v_scale, q_stride, q_head_stride, q_dim_stride, k_page_stride,
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, left, right, factor, softcap,
                 k_dim, v_dim, large_rows, main_dim, rest_tile, v_tile, page_size, block, has_left,
-                has_right, has_softcap, has_sink, scaled, latent, exact_k, exact_v,
+                has_right, has_softcap, has_sink, has_tree, scaled, latent, exact_k, exact_v,
             )  # fmt: skip
     # Padding: tokens after the last request.
     column = tl.arange(0, 1024)
@@ -473,6 +489,7 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    tree: Tensor | None = None,  # [tokens] int64, see ops.tree
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     tokens, num_heads, k_dim = q.shape
     _, num_kv_heads, page_size, v_dim = v_pages.shape
@@ -522,6 +539,7 @@ def paged_attention(
             partial_out,
             partial_lse,
             lse if sink is None else sink,
+            lse if tree is None else tree,
             *scales,
             *q.stride(),
             *k_pages.stride(),
@@ -545,6 +563,7 @@ def paged_attention(
             has_right=right >= 0,
             has_softcap=softcap != 0,
             has_sink=sink is not None,
+            has_tree=tree is not None,
             scaled=k_scale is not None,
             latent=latent,
             exact_k=k_dim >= main_dim,

@@ -404,7 +404,7 @@ def split_kv(
     plan = torch.empty(layout.size, dtype=torch.int32, device=kv_lens.device)
     cta_block = max(HEADER_WORDS, triton.next_power_of_2(spec.num_ctas + 1))
     most_rows = spec.max_q_len * spec.group_size
-    one_tile = not spec.piece and most_rows <= spec.tile_rows[-1] and spec.right >= 0
+    one_tile = not spec.piece and most_rows <= spec.tile_rows[-1]
     if one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4:
         _split_single(cu_seqlens_q, kv_lens, plan, spec, layout, cta_block)
         return plan
