@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -75,7 +75,10 @@ def matmul(
         a_rows,
         target.stride(0),
     )
-    parts = torch.empty(max(plan.part_elements, 4), dtype=torch.float32, device=a.device)
+    if plan.stream_tiles:
+        parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
+    else:
+        parts = _no_parts(a.device)
     pointers = (
         out if bias is None else bias.contiguous(),
         out if residual is None else residual,
@@ -92,6 +95,12 @@ def matmul(
     if target is not out:
         copy_rows(target, out)
     return out
+
+
+@cache
+def _no_parts(device: torch.device) -> Tensor:
+    """What stands for pointers that nobody uses."""
+    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=4096)

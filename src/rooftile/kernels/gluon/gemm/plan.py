@@ -14,7 +14,7 @@ from rooftile.planning.stream_k_cost import choose, predict
 _FEW_ROWS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for each call of its kind: hashed by identity
 class Plan:
     """The numbers of planning/stream_k.py: Decomposition that the kernel gets.
 
