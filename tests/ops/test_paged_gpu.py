@@ -21,8 +21,10 @@ from torch import Tensor
 from rooftile.ops.attention import AttentionCall
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.paged import PAGED_ATTENTION, append_kv, paged_attention, plan_paged_attention
-from rooftile.planning.split_kv import Layout, plan
-from rooftile.types import PagedBatch, SplitSpec
+from rooftile.ops.tree import tree_attention
+from rooftile.planning.split_kv import Layout
+from rooftile.planning.split_kv import plan as planned
+from rooftile.types import PagedBatch, PrefixGroups, SplitSpec
 from tests.planning.split_batches import Lengths, batches, decode_batches
 
 pytestmark = [
@@ -293,7 +295,7 @@ def test_the_gpu_makes_the_plan_of_the_specification(batch: tuple[SplitSpec, Len
     cu = torch.tensor([0, *q_lens, *idle]).cumsum(0).int().cuda()
     lens = torch.tensor(kv_lens + idle, dtype=torch.int32).cuda()
     got = SPLIT_KV.handle(cu, lens, spec.numbers, "triton").tolist()
-    expected = plan(spec, q_lens, kv_lens).words(spec)
+    expected = planned(spec, q_lens, kv_lens).words(spec)
     layout = Layout(spec)
     ctas = slice(layout.ctas, layout.ctas + 2 * spec.num_ctas)
     merges = slice(layout.merges, layout.merges + 8 * expected[0])
@@ -303,6 +305,49 @@ def test_the_gpu_makes_the_plan_of_the_specification(batch: tuple[SplitSpec, Len
     for first, count in zip(expected[ctas][::2], expected[ctas][1::2], strict=True):
         items = slice(layout.items + 12 * first, layout.items + 12 * (first + count))
         assert got[items] == expected[items]
+
+
+def test_trees_of_speculated_tokens() -> None:
+    case = make(Shape(), [(5, 900), (1, 3), (8, 8), (0, 50), (7, 2000)], 4, padding=1)
+    case.batch = dataclasses.replace(case.batch, max_q_len=8)
+    tree = torch.randint(0, 256, (22,), device="cuda")
+    arguments = (case.q, case.k_pages, case.v_pages)
+    got = tree_attention(*arguments, case.batch, tree, return_lse=True, kernel="triton")
+    exact, plain = (
+        tree_attention(*tensors, case.batch, tree, return_lse=True, kernel="reference")
+        for tensors in ([x.double() for x in arguments], arguments)
+    )
+    assert_close(got, exact, plain)
+
+
+def test_a_shared_prefix_gives_what_attention_without_sharing_gives() -> None:
+    pages, own = 300, 4
+    g = torch.Generator("cuda").manual_seed(0)
+    k, v = torch.randn(2, pages + 30 * own, 2, 16, 128, generator=g, device="cuda").bfloat16()
+    mine = torch.arange(30 * own, device="cuda").view(30, own) + pages
+    table = torch.cat([torch.arange(pages, device="cuda").expand(30, -1), mine], 1).int()
+    kv_lens = torch.randint(pages * 16 + 1, (pages + own) * 16, (30,), device="cuda").int()
+    groups = PrefixGroups(
+        torch.tensor([0, 20, 30, 30], device="cuda").int(),
+        torch.tensor([pages * 16, 16, 0], device="cuda").int(),
+        pages * 16,
+    )
+    q = torch.randn(30, 8, 128, generator=g, device="cuda").bfloat16()
+    cu = torch.arange(31, device="cuda").int()
+    batch = PagedBatch(cu, kv_lens, table, 1, (pages + own) * 16, groups)
+    alone = dataclasses.replace(batch, prefix=None)
+    plan = plan_paged_attention(q, k, v, batch)
+    assert plan.cascade is not None
+    assert plan.cascade.prefix.kv_lens.tolist() == [pages * 16, 0, 0]
+    shared = paged_attention(q, k, v, batch, plan=plan, return_lse=True)
+    exact = paged_attention(
+        q.double(), k.double(), v.double(), alone, return_lse=True, kernel="reference"
+    )
+    plain = paged_attention(q, k, v, alone, return_lse=True, kernel="reference")
+    # The results of both passes are rounded to bfloat16 before they are merged.
+    assert float((shared[0].double() - exact[0]).abs().max()) < 2e-3
+    assert float((plain[0].double() - exact[0]).abs().max()) < 2e-3
+    torch.testing.assert_close(shared[1].double(), exact[1], atol=1e-3, rtol=1e-4)
 
 
 def test_a_plan_serves_many_calls_and_no_others() -> None:
