@@ -55,7 +55,7 @@ def test_scale_multiplies_lengths() -> None:
 
 def test_select() -> None:
     assert [w.name for w in select(["cpu", "nano"])] == [*CPU, "nano"]
-    with pytest.raises(ValueError, match="no workload 'nanno'; choose from cpu, prefill512"):
+    with pytest.raises(ValueError, match="no workload 'nanno'; choose from cpu, gpu, prefill512"):
         select(["nanno"])
 
 

@@ -53,7 +53,7 @@ class Transformers:
     name = "transformers"
     batch = 32
 
-    def __init__(self, model: str, random_weights: bool = False) -> None:
+    def __init__(self, model: str, random_weights: bool = False, device: str = "cpu") -> None:
         try:
             import transformers
             from transformers.utils.logging import disable_progress_bar
@@ -85,6 +85,8 @@ class Transformers:
                 f"transformers loaded {path} with parameters in {kept}, not bfloat16"
             )
         self._model.eval()
+        self._device = torch.device(device)
+        self._model.to(self._device)
         # The lengths are given: nothing of the checkpoint's own generation settings applies.
         self._model.generation_config = type(self._model.generation_config)(
             pad_token_id=0, eos_token_id=None, bos_token_id=None
@@ -110,8 +112,8 @@ class Transformers:
         answers = max(r.n for r in requests)
         with torch.inference_mode():
             out = self._model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                input_ids=ids.to(self._device),
+                attention_mask=mask.to(self._device),
                 max_new_tokens=max(r.max_tokens for r in requests),
                 num_return_sequences=answers,
                 **(sampling or {"do_sample": False}),

@@ -113,17 +113,19 @@ WORKLOADS = {
     )
 }
 CPU = ("prefill512", "decode1", "decode8", "decode32")
+GPU = ("nano", "prefix", "parallel", "single", "prefill")
+SETS = {"cpu": CPU, "gpu": GPU}
 
 
 def select(names: list[str]) -> list[Workload]:
-    """Workloads by name, in order; "cpu" stands for the four small ones."""
+    """Workloads by name, in order; "cpu" stands for the four small ones, "gpu" for the large ones."""
     chosen: list[Workload] = []
     for name in names:
-        members = CPU if name == "cpu" else (name,)
+        members = SETS.get(name, (name,))
         for member in members:
             if member not in WORKLOADS:
                 raise ValueError(
-                    f"there is no workload {member!r}; choose from cpu, {', '.join(WORKLOADS)}"
+                    f"there is no workload {member!r}; choose from cpu, gpu, {', '.join(WORKLOADS)}"
                 )
             chosen.append(WORKLOADS[member])
     return chosen

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.bench.contenders import Contender, Engine, peer_types
+from rooftile.bench.contenders import Contender, Engine, Transformers, peer_types
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
 from rooftile.cli.bench_ops import bench_ops
@@ -16,6 +16,7 @@ from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
+from rooftile.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,9 +56,9 @@ def bench_engine(
             "--workload",
             "-w",
             metavar="NAME",
-            show_default="cpu",
+            show_default="cpu, or gpu on one",
             help="prefill512, decode1, decode8, decode32 (cpu: these four), nano, prefix, "
-            "parallel, single, prefill; repeatable.",
+            "parallel, single, prefill (gpu: these five); repeatable.",
         ),
     ] = None,
     peers: Annotated[
@@ -93,8 +94,11 @@ def bench_engine(
         raise typer.BadParameter("says where --save writes; add --save", param_hint="--output")
     if threads is not None and threads < 1:
         raise typer.BadParameter(f"is {threads}; it must be at least 1", param_hint="--threads")
-    chosen = select(workload or ["cpu"])
+    on_gpu = EngineConfig.build(engine.model, device=engine.device).device_type == "cuda"
+    chosen = select(workload or ["gpu" if on_gpu else "cpu"])
     rivals = peer_types(peers)
+    if on_gpu and any(rival is not Transformers for rival in rivals):
+        raise ValueError("on a GPU the only peer is transformers; or measure with --device cpu")
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1")
     for one in chosen:  # refuses bad numbers before a model is loaded
@@ -117,11 +121,19 @@ def bench_engine(
     llm = loading.load_llm(engine)
     contenders: list[Contender] = [
         Engine(llm),
-        *(peer(model, engine.random_weights) for peer in rivals),
+        *(
+            Transformers(model, engine.random_weights, llm.config.device)
+            if peer is Transformers
+            else peer(model, engine.random_weights)
+            for peer in rivals
+        ),
     ]
+    where = f"{machine.processor}, {torch.get_num_threads()} threads"
+    if on_gpu:
+        where = torch.cuda.get_device_name()
     console.print(
-        f"{llm.model_name} on {machine.processor}, {torch.get_num_threads()} threads: "
-        f"tokens per second, median of {repeats} (lowest to highest)",
+        f"{llm.model_name} on {where}: tokens per second, median of {repeats} (lowest to highest); "
+        f"KV memory holds {llm.stats().kv_tokens} tokens",
         soft_wrap=True,
     )
     table = _table([contender.name for contender in contenders])

@@ -47,7 +47,10 @@ class ServerOptions:
         ),
     ] = None
     engine: Annotated[
-        str, _server(help="Where the engine runs: thread, process, or auto (thread on a CPU).")
+        str,
+        _server(
+            help="Where the engine runs: thread, process, or auto (a thread on a CPU, else a process)."
+        ),
     ] = "auto"
     max_queue: Annotated[
         int, _server(help="Sequences that may wait to run before 429 is answered.")
@@ -111,9 +114,15 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
 
     def load() -> AsyncLLM:
         from rooftile.engine.async_llm import AsyncLLM
+        from rooftile.engine.config import EngineConfig
 
         settings = {**vars(options), "model": model}
-        return AsyncLLM(engine="thread" if server.engine == "auto" else server.engine, **settings)
+        engine = server.engine
+        if engine == "auto":
+            # The loop of an engine on a GPU works ahead of it all the time, so it gets its own process.
+            on_gpu = EngineConfig.build(**settings).device_type == "cuda"
+            engine = "process" if on_gpu else "thread"
+        return AsyncLLM(engine=engine, **settings)
 
     def on_ready(_: Server) -> None:
         print(f"{options.model} is ready at {address} (ctrl-C ends)", flush=True)

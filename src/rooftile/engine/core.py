@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -17,6 +18,8 @@ from rooftile.engine.runner import Runner
 from rooftile.engine.scheduler import ScheduledStep, Scheduler
 from rooftile.engine.step import StepOutput
 from rooftile.kvcache.cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 Params = SamplingParams | BeamSearchParams
 
@@ -382,6 +385,11 @@ class EngineCore:
     def _fail(self, plan: ScheduledStep, error: Exception) -> list[SequenceDelta]:
         """A step raised. Its requests are tried again, alone; one that was alone ends."""
         requests = self._void(plan)
+        logger.warning(
+            "step %d with %d tokens of %d requests failed: %s: %s",
+            *(plan.input.step, plan.num_tokens, len(plan.requests), type(error).__name__, error),
+            exc_info=error,
+        )
         if len(requests) != 1:
             return []
         message = f"the step failed: {type(error).__name__}: {error}"

@@ -36,14 +36,19 @@ from rooftile.types import AttentionPlan, PagedBatch
 
 @dataclass(frozen=True)
 class Shape:
-    """Capacities of one forward pass. A step of decodes alone has one token a request."""
+    """Capacities of one forward pass. In a step of decodes alone no request has more than one."""
 
     tokens: int
     requests: int
+    max_q_len: int
 
-    @property
-    def max_q_len(self) -> int:
-        return 1 if self.tokens == self.requests else self.tokens
+    @classmethod
+    def decode(cls, requests: int) -> Shape:
+        return cls(requests, requests, 1)
+
+    @classmethod
+    def mixed(cls, tokens: int, requests: int) -> Shape:
+        return cls(tokens, requests, tokens)
 
 
 class DeviceRunner:
@@ -135,7 +140,7 @@ class DeviceRunner:
         with torch.inference_mode():
             self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
             most = self._decode_sizes[-1]
-            for shape in (Shape(self._mixed_sizes[-1], most), Shape(most, most)):
+            for shape in (Shape.mixed(self._mixed_sizes[-1], most), Shape.decode(most)):
                 self._forward(shape)
             self._draw(most)
 
@@ -153,10 +158,9 @@ class DeviceRunner:
     def _all_shapes(self) -> list[Shape]:
         """The largest first."""
         rows = self._decode_sizes[-1]
-        shapes = {Shape(n, rows) for n in self._mixed_sizes} | {
-            Shape(n, n) for n in self._decode_sizes
-        }
-        return sorted(shapes, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
+        shapes = [Shape.mixed(n, rows) for n in self._mixed_sizes]
+        shapes += [Shape.decode(n) for n in self._decode_sizes]
+        return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     # ------------------------------------------------------------------ a step
 
@@ -180,7 +184,7 @@ class DeviceRunner:
         *earlier, updates = self._staging.parts(step.page_updates)
         for part in earlier:
             self._staging.send([], part, samples[:0])
-            self._prepare(Shape(1, 1))
+            self._prepare(Shape.decode(1))
         self._staging.send(step.entries, updates, samples)
         scores = []
         if step.scores:  # needs the hidden states of more tokens than graphs leave
@@ -208,9 +212,9 @@ class DeviceRunner:
     def _shape(self, lengths: Sequence[int]) -> Shape:
         if max(lengths) == 1:
             size = fitting(self._decode_sizes, len(lengths))
-            return Shape(size, size)
+            return Shape.decode(size)
         size = fitting(self._mixed_sizes, sum(lengths))
-        return Shape(size, self._decode_sizes[-1])
+        return Shape.mixed(size, self._decode_sizes[-1])
 
     def _prepare(self, shape: Shape) -> StepTensors:
         samples = self._tensors.sample_rows.shape[0]

@@ -40,7 +40,8 @@ class LLM:
         on_progress: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.build(model, **options)
+        config = EngineConfig.build(model, **options)
+        self.config = config.resolved(config.device_type)
         loaded, self._core = build_engine(self.config, on_progress)
         self.model_name = loaded.name
         self.model_config = loaded.config

@@ -23,6 +23,14 @@ WANTED_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
 
 
 @triton.jit
+def _finish(total, bias, out, n, out_features, has_bias: tl.constexpr):
+    y = tl.sum(total, 1)
+    if has_bias:
+        y += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < out_features)
+
+
+@triton.jit
 def few_rows_kernel(
     x,
     weight,
@@ -33,7 +41,6 @@ def few_rows_kernel(
     out_features,
     in_features,
     rows: tl.constexpr,
-    padded_rows: tl.constexpr,
     tile_out: tl.constexpr,
     tile_in: tl.constexpr,
     has_bias: tl.constexpr,
@@ -42,26 +49,32 @@ def few_rows_kernel(
     """Program: tile_out output features."""
     n = tl.program_id(0) * tile_out + tl.arange(0, tile_out)
     k = tl.arange(0, tile_in)
-    row = tl.arange(0, padded_rows)
     exists = (n < out_features)[:, None]
     weight += n[:, None].to(tl.int64) * weight_stride + k[None, :]
-    w = tl.load(weight, mask=exists, other=0.0)
+    following = tl.load(weight, mask=exists, other=0.0)
     early(overlapped)
-    x += row[:, None] * x_stride + k[None, :]
-    total = tl.zeros([padded_rows, tile_out, tile_in], tl.float32)
-    given = (row < rows)[:, None]
-    for start in range(0, in_features - tile_in, tile_in):
-        following = tl.load(weight + start + tile_in, mask=exists, other=0.0)
-        a = tl.load(x + start, mask=given, other=0.0).to(tl.float32)
-        total += a[:, None, :] * w.to(tl.float32)[None, :, :]
-        w = following
-    a = tl.load(x + in_features - tile_in, mask=given, other=0.0).to(tl.float32)
-    total += a[:, None, :] * w.to(tl.float32)[None, :, :]
-    y = tl.sum(total, 2)
-    if has_bias:
-        y += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
-    at = out + row[:, None] * out_features + n[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=given & (n < out_features)[None, :])
+    # As a matrix of equal rows x has the layout of the weight, which a vector would be copied into.
+    x += n[:, None] * 0 + k[None, :]
+    total0 = tl.zeros([tile_out, tile_in], tl.float32)
+    total1, total2, total3 = total0, total0, total0
+    for start in range(0, in_features, tile_in):
+        w = following.to(tl.float32)
+        more = exists & (start + tile_in < in_features)
+        following = tl.load(weight + start + tile_in, mask=more, other=0.0)
+        total0 += w * tl.load(x + start).to(tl.float32)
+        if rows > 1:
+            total1 += w * tl.load(x + x_stride + start).to(tl.float32)
+        if rows > 2:
+            total2 += w * tl.load(x + 2 * x_stride + start).to(tl.float32)
+        if rows > 3:
+            total3 += w * tl.load(x + 3 * x_stride + start).to(tl.float32)
+    _finish(total0, bias, out, n, out_features, has_bias)
+    if rows > 1:
+        _finish(total1, bias, out + out_features, n, out_features, has_bias)
+    if rows > 2:
+        _finish(total2, bias, out + 2 * out_features, n, out_features, has_bias)
+    if rows > 3:
+        _finish(total3, bias, out + 3 * out_features, n, out_features, has_bias)
 
 
 def linear(
@@ -80,14 +93,12 @@ def linear(
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     x = x.reshape(rows, in_features)
     x = x if x.stride(1) == 1 else x.contiguous()
-    padded_rows = triton.next_power_of_2(rows)
     tile_out, tile_in = tiles
     with where(x):
         few_rows_kernel[(triton.cdiv(out_features, tile_out),)](
             *(x, matrix, out if bias is None else bias, out, x.stride(0), matrix.stride(0)),
             *(out_features, in_features),
             rows=rows,
-            padded_rows=padded_rows,
             tile_out=tile_out,
             tile_in=tile_in,
             has_bias=bias is not None,
@@ -100,7 +111,7 @@ def _tiles(rows: int, out_features: int, in_features: int) -> tuple[int, int] | 
     """Output features and inner dimension of a tile, or `None` where the vendor's product is taken."""
     if not 0 < rows <= MOST_ROWS or in_features % 128:
         return None
-    elements = TILE_ELEMENTS // triton.next_power_of_2(rows)
+    elements = TILE_ELEMENTS if rows == 1 else TILE_ELEMENTS // 2
     tile_out = 16
     while tile_out > 2 and out_features < WANTED_PROGRAMS * tile_out:
         tile_out //= 2
