@@ -304,7 +304,7 @@ PAGED_DIFFERENTIAL = Operator(
     " Tensor kv_lens, Tensor page_table, SymInt max_q_len, SymInt max_kv_len,"
     f" {_OPTIONS}) -> {_RESULTS}",
     module="differential",
-    families=("triton", "cpu", "torch", "reference"),
+    families=("gluon", "triton", "cpu", "torch", "reference"),
     call=_paged_call,
     fake=lambda q1, q2, k_pages, v_pages, *_: _fake(q1, v_pages),
 )

@@ -1,4 +1,4 @@
-"""Differential attention on Hopper as one launch of the attention kernel, whose keys are both keys.
+"""Differential attention on Hopper as one launch of its attention kernels, whose keys are both keys.
 
 A query [q1, 0] meets [k1, k2] as q1 meets k1. That is a third more arithmetic than two softmaxes
 over one stream of values need, at the rate of head dims twice as large, which is higher.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import attention as plain
+from rooftile.kernels.gluon import paged
 from rooftile.kernels.torch.differential import stack_queries
 from rooftile.kernels.triton.differential import Outputs, subtract
 
@@ -67,6 +68,49 @@ def differential_attention_varlen(
     return subtract(*plain.attention_varlen(q, k, v, *lengths, None, left, right, 0.0, scale), lam)
 
 
+def paged_differential_attention(
+    q1: Tensor,  # [tokens, num_q_pairs, k_dim]
+    q2: Tensor,  # [tokens, num_q_pairs, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, 2 * k_dim or k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, v_dim]
+    lam: Tensor,  # [num_q_pairs] or [tokens, num_q_pairs]
+    cu_seqlens_q: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    page_table: Tensor,  # [batch, max_pages]
+    max_q_len: int,
+    max_kv_len: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
+    out, lse = paged.paged_attention(
+        stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2]),
+        k_pages,
+        v_pages,
+        cu_seqlens_q,
+        kv_lens,
+        page_table,
+        max_q_len,
+        max_kv_len,
+        sink=None,
+        left=left,
+        right=right,
+        softcap=0.0,
+        scale=scale,
+        k_scale=None,
+        v_scale=None,
+        batch_invariant=False,
+        plan=None,
+        split=[],
+    )
+    return subtract(out, lse, lam)
+
+
+def paged_supports(call: Any) -> str | None:
+    keys = call.k_dim if call.shared_keys else 2 * call.k_dim
+    return paged.supports(SimpleNamespace(**{**vars(call), "k_dim": keys, "kv_dtype": None}))
+
+
 def supports(call: Any) -> str | None:
     keys = call.k_dim if call.shared_keys else 2 * call.k_dim
     return plain.supports(SimpleNamespace(**{**vars(call), "k_dim": keys}))
@@ -76,5 +120,8 @@ KERNELS = {
     "differential_attention": Kernel(differential_attention, supports, efficiency=0.6),
     "differential_attention_varlen": Kernel(
         differential_attention_varlen, supports, efficiency=0.6
+    ),
+    "paged_differential_attention": Kernel(
+        paged_differential_attention, paged_supports, efficiency=0.8
     ),
 }

@@ -1,16 +1,16 @@
 """Tensors as the copy engine addresses them (compute capability 9.0 and later)."""
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rooftile.kernels.offline import capability
 
-@cache
+
 def has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= (9, 0)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ def _fold(
             # softcap * log2 e * tanh(s * scale / softcap), from exp2
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 * factor)) + 1.0)
         if masked:
+            # A block may begin in this run and end in the next: what is loaded there is not seen.
             seen = columns[None, :] <= tl.minimum(last, end - 1)[:, None]
             s = tl.where(seen, s, float("-inf"))
         if has_softcap:
@@ -218,20 +219,20 @@ def dual_chunk_kernel(
         tl.full([tile_rows], -1.0e30, tl.float32),
         tl.zeros([tile_rows], tl.float32),
     )
-    for part in tl.static_range(3):
-        if part == 0:
-            queries = q_inter
-            begin = own * 0
-            end = before
-            whole = end
-            last = rows * 0 + end
-        elif part == 1:
+    # A loop that stays one: its blocks' barriers, and the compiler's work, are there once.
+    for part in tl.range(0, 3, num_stages=1):
+        queries = q_inter
+        begin = own * 0
+        end = before
+        whole = end
+        last = rows * 0 + end
+        if part == 1:
             queries = q_succ
             begin = before
             end = own
             whole = end
             last = rows * 0 + end
-        else:
+        elif part == 2:
             queries = q_intra
             begin = own
             end = seen_end
@@ -249,7 +250,7 @@ def dual_chunk_kernel(
             state = _fold(
                 state, whole, end, q_tile, k_at, v_at, k_desc, v_desc, k_stride, v_stride,
                 at_batch, kv_head, kv_start, last, factor, softcap, k_dim, v_dim, k_tile, v_tile,
-                block, False, True, has_softcap, exact_dims, stages,
+                block, by_descriptor and not ragged, True, has_softcap, exact_dims, stages,
             )  # fmt: skip
     o, maximum, total = state
 

@@ -50,12 +50,14 @@ def _fold(
     masked: tl.constexpr,
     has_softcap: tl.constexpr,
     exact_dims: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Folds keys begin .. end - 1 into the state."""
     o, maximum, total = state
     k_column = tl.arange(0, k_tile)
     v_column = tl.arange(0, v_tile)
-    for start in tl.range(begin, end, block):
+    # Masked blocks are few: prefetching them would only take registers.
+    for start in tl.range(begin, end, block, num_stages=1 if masked else stages):
         keys = start + tl.arange(0, block)
         present = keys < end
         if masked:
@@ -134,6 +136,8 @@ def _run_item(
     block: tl.constexpr,
     has_softcap: tl.constexpr,
     exact_dims: tl.constexpr,
+    straddles: tl.constexpr,
+    stages: tl.constexpr,
 ):
     request = tl.load(words)
     kv_head = tl.load(words + 1)
@@ -175,17 +179,17 @@ def _run_item(
         tl.full([tile_rows], -1.0e30, tl.float32),
         tl.zeros([tile_rows], tl.float32),
     )
-    for part in tl.static_range(3):
+    # A loop that stays one: the compiler's work is there once.
+    for part in tl.range(0, 3, num_stages=1):
         # Keys begin .. end - 1 belong to some row's run, `shared` .. `whole` - 1 to every row's.
-        if part == 0:
-            queries = q_inter
-            begin = low_own * 0
-            shared = begin
-            whole = low_own - chunk_len
-            end = high_own - chunk_len
-            first = own * 0
-            last = own - chunk_len - 1
-        elif part == 1:
+        queries = q_inter
+        begin = low_own * 0
+        shared = begin
+        whole = low_own - chunk_len
+        end = high_own - chunk_len
+        first = own * 0
+        last = own - chunk_len - 1
+        if part == 1:
             queries = q_succ
             begin = low_own - chunk_len
             shared = high_own - chunk_len
@@ -193,7 +197,7 @@ def _run_item(
             end = high_own
             first = own - chunk_len
             last = own - 1
-        else:
+        elif part == 2:
             queries = q_intra
             begin = low_own
             shared = high_own
@@ -208,23 +212,24 @@ def _run_item(
             shared = tl.minimum(tl.maximum(shared, begin), end)
             whole = tl.maximum(tl.minimum(whole, end), shared)
             whole = shared + (whole - shared) // block * block
-            state = _fold(
-                state, begin, shared, q_tile, table, k, v, k_page_stride, k_slot_stride,
-                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
-                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
-                exact_dims,
-            )  # fmt: skip
+            if straddles:  # rows of two chunks: keys before those that all of them see
+                state = _fold(
+                    state, begin, shared, q_tile, table, k, v, k_page_stride, k_slot_stride,
+                    k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
+                    softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
+                    exact_dims, stages,
+                )  # fmt: skip
             state = _fold(
                 state, shared, whole, q_tile, table, k, v, k_page_stride, k_slot_stride,
                 k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
                 softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, False, has_softcap,
-                exact_dims,
+                exact_dims, stages,
             )  # fmt: skip
             state = _fold(
                 state, whole, end, q_tile, table, k, v, k_page_stride, k_slot_stride,
                 k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
                 softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
-                exact_dims,
+                exact_dims, stages,
             )  # fmt: skip
     o, maximum, total = state
 
@@ -287,6 +292,8 @@ def paged_dual_chunk_kernel(
     block: tl.constexpr,
     has_softcap: tl.constexpr,
     exact_dims: tl.constexpr,
+    straddles: tl.constexpr,  # whether a tile may hold queries of two chunks
+    stages: tl.constexpr,
 ):
     program = tl.program_id(0)
     first = tl.load(plan + ctas_at + program * 2)
@@ -301,7 +308,7 @@ def paged_dual_chunk_kernel(
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
                 k_dim, v_dim, small_rows, k_tile, v_tile, page_size, block, has_softcap,
-                exact_dims,
+                exact_dims, straddles, stages,
             )  # fmt: skip
         elif large_rows > 0:
             _run_item(
@@ -310,7 +317,7 @@ def paged_dual_chunk_kernel(
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
                 k_dim, v_dim, large_rows, k_tile, v_tile, page_size, block, has_softcap,
-                exact_dims,
+                exact_dims, straddles, stages,
             )  # fmt: skip
     # Padding: tokens after the last request.
     column = tl.arange(0, 1024)
@@ -394,6 +401,8 @@ def paged_dual_chunk_attention(
             block=spec.kv_tile,
             has_softcap=softcap != 0,
             exact_dims=k_dim == k_tile and v_dim == v_tile,
+            straddles=max_q_len > 1,
+            stages=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
