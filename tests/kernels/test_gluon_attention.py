@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftile.kernels.reference import attention as reference
+from rooftile.kernels.reference import attention_alibi as reference_alibi
 from tests.support.gluon_sim import load_simulated, simulation
 
-KERNEL, CONFIG = load_simulated(
-    "rooftile.kernels.gluon.attention.forward", "rooftile.kernels.gluon.attention.config"
+KERNEL, CONFIG, ALIBI = load_simulated(
+    "rooftile.kernels.gluon.attention.forward",
+    "rooftile.kernels.gluon.attention.config",
+    "rooftile.kernels.gluon.attention_alibi",
 )
 WINDOWS = [(-1, -1), (-1, 0), (40, 0), (0, 0), (70, 10), (-1, 30), (20, -1)]
 
@@ -162,6 +165,24 @@ def test_same_inputs_same_bits_whatever_the_order() -> None:
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 10)])
+def test_linear_biases(dim: int, window: tuple[int, int]) -> None:
+    q, k, v = normal(9, torch.bfloat16, (1, 200, 4, dim), (1, 330, 2, dim), (1, 330, 2, dim))
+    slopes = torch.tensor([0.5, 0.01, 0.0, 2.0])
+    options = (None, slopes, *window, 5.0, dim**-0.5)
+    exact = reference_alibi.attention_alibi(*map(wide, (q, k, v, *options)))
+    with simulation(seed=dim):
+        got = ALIBI.attention_alibi(q, k, v, *options)
+    assert_close(got, exact)
+    cu_q, cu_k = torch.tensor([0, 70, 200]), torch.tensor([0, 230, 330])
+    ragged = (q[0], k[0], v[0], cu_q, cu_k, 130, 230, *options)
+    exact = reference_alibi.attention_varlen_alibi(*map(wide, ragged))
+    with simulation(seed=dim):
+        got = ALIBI.attention_varlen_alibi(*ragged)
+    assert_close(got, exact)
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])

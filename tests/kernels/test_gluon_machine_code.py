@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
 from rooftile.kernels.gluon.attention.config import CONFIGS as BY_DIM  # noqa: E402
-from rooftile.kernels.gluon.attention.config import SHORT_64, SHORT_128  # noqa: E402
+from rooftile.kernels.gluon.attention.config import SHORT_64, SHORT_128, config_of  # noqa: E402
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
@@ -33,9 +33,11 @@ PLAIN = {"ragged": False, "dynamic": False, "has_left": False, "has_right": Fals
          "has_softcap": False, "has_sink": False}  # fmt: skip
 CAUSAL = {**PLAIN, "dynamic": True, "has_right": True}
 RAGGED = {**CAUSAL, "ragged": True}
+ALIBI = {**CAUSAL, "has_alibi": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
 CONFIGS = {"64": BY_DIM[64], "64 short": SHORT_64,
-           "128": BY_DIM[128], "128 short": SHORT_128, "256": BY_DIM[256]}  # fmt: skip
+           "128": BY_DIM[128], "128 short": SHORT_128, "256": BY_DIM[256],
+           "256 alibi": config_of(256, 256, 2048, 0, has_alibi=True)}  # fmt: skip
 
 
 def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> MachineCode:
@@ -47,6 +49,7 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
     types |= {
         "lse": "*fp32",
         "sink": "*fp32",
+        "slopes": "*fp32",
         "entries": "*i32",
         "factor": "fp32",
         "softcap": "fp32",
@@ -73,6 +76,7 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
         *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
         *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),
         pytest.param("256", PLAIN, marks=pytest.mark.slow),
+        *(pytest.param(name, ALIBI, marks=pytest.mark.slow) for name in CONFIGS if name != "256"),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.modifiers import Modifier
+from rooftile.ops.attention_alibi import ATTENTION_ALIBI, ATTENTION_VARLEN_ALIBI, run_alibi
 from rooftile.ops.attention_call import AttentionCall as AttentionCall  # others know it from here
 from rooftile.ops.attention_call import attention_call, fake_attention
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
@@ -38,6 +39,7 @@ def attention(
     window: Window | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,  # [num_q_heads]
+    alibi_slopes: Tensor | None = None,  # [num_q_heads]
     softmax_scale: float | None = None,
     score_mod: Modifier | None = None,
     mask_mod: Modifier | None = None,
@@ -53,6 +55,9 @@ def attention(
     A query that sees nothing gives 0, and lse -inf (or the sink). Differentiable in q, k, v and
     sink, through lse too. Float64 inputs are computed in float64, others accumulate in float32.
 
+    `alibi_slopes` lower scores, after the soft cap, by slope * |p - j| (Press et al. 2022); gradients
+    with them, theirs too, come from the torch reference.
+
     `score_mod` and `mask_mod`, made by the functions of these names, change scores after the soft
     cap and visibility before the softmax. Gradients with them come from the torch reference.
 
@@ -65,7 +70,9 @@ def attention(
         NotImplementedError: an explicitly chosen kernel that cannot run the call.
     """
     kind = None
-    plain = score_mod is None and mask_mod is None and type(window) is not list
+    plain = (
+        score_mod is None and mask_mod is None and alibi_slopes is None and type(window) is not list
+    )
     if plain and undispatched(q, k, v, sink):
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
@@ -85,7 +92,11 @@ def attention(
         ),
     )
     left, right, scale = check_options("attention", q, causal, window, softcap, sink, softmax_scale)
-    if score_mod is not None or mask_mod is not None:
+    if alibi_slopes is not None:
+        check_alibi("attention", q, alibi_slopes, score_mod, mask_mod)
+        rest = (left, right, softcap, scale)
+        out, lse = run_alibi(ATTENTION_ALIBI, (q, k, v), sink, alibi_slopes, rest, kernel)
+    elif score_mod is not None or mask_mod is not None:
         check_modifiers("attention", q, score_mod, mask_mod)
         options = (sink, left, right, softcap, scale)
         out, lse = run_modified(ATTENTION_MODS, (q, k, v), options, score_mod, mask_mod, kernel)
@@ -110,6 +121,7 @@ def attention_varlen(
     window: Window | None = None,
     softcap: float = 0.0,
     sink: Tensor | None = None,  # [num_q_heads]
+    alibi_slopes: Tensor | None = None,  # [num_q_heads]
     softmax_scale: float | None = None,
     score_mod: Modifier | None = None,
     mask_mod: Modifier | None = None,
@@ -132,7 +144,9 @@ def attention_varlen(
     """
     name = "attention_varlen"
     kind = None
-    plain = score_mod is None and mask_mod is None and type(window) is not list
+    plain = (
+        score_mod is None and mask_mod is None and alibi_slopes is None and type(window) is not list
+    )
     if plain and undispatched(q, k, v, sink) and not contents_checked(cu_seqlens_q):
         lengths = (cu_seqlens_q, cu_seqlens_k)
         kind = (
@@ -161,7 +175,11 @@ def attention_varlen(
     )
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len)
     options = (sink, left, right, softcap, scale)
-    if score_mod is not None or mask_mod is not None:
+    if alibi_slopes is not None:
+        check_alibi(name, q, alibi_slopes, score_mod, mask_mod)
+        operator = ATTENTION_VARLEN_ALIBI
+        out, lse = run_alibi(operator, tensors, sink, alibi_slopes, options[1:], kernel)
+    elif score_mod is not None or mask_mod is not None:
         check_modifiers(name, q, score_mod, mask_mod)
         operator = ATTENTION_VARLEN_MODS
         out, lse = run_modified(operator, tensors, options, score_mod, mask_mod, kernel)
@@ -248,6 +266,25 @@ def check_options(
         check_shape(name, "sink", sink, (q.shape[-2],), "[num_q_heads]")
         check_device(name, q=q, sink=sink)
     return left, 0 if causal else right, scale
+
+
+def check_alibi(
+    name: str,
+    q: Tensor,  # [..., num_q_heads, k_dim]
+    slopes: Tensor,
+    score_mod: Modifier | None,
+    mask_mod: Modifier | None,
+) -> None:
+    check_float(name, alibi_slopes=slopes)
+    check_shape(name, "alibi_slopes", slopes, (q.shape[-2],), "[num_q_heads]")
+    check_device(name, q=q, alibi_slopes=slopes)
+    require(
+        score_mod is None and mask_mod is None,
+        lambda: (
+            f"{name}: alibi_slopes is given with score_mod or mask_mod; make the bias a part of "
+            f"score_mod"
+        ),
+    )
 
 
 def is_finite(number: float) -> bool:

@@ -1,6 +1,6 @@
 """How each head dim and length is run, with the measurement behind each threshold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,15 @@ SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # 
 IN_TURN_Q_LEN = 256
 
 
-def config_of(k_dim: int, v_dim: int, q_len: int, right: int) -> Config:
+def config_of(k_dim: int, v_dim: int, q_len: int, right: int, has_alibi: bool = False) -> Config:
     """q_len: of a sequence; of a ragged batch, a typical one."""
     dim = next(dim for dim in CONFIGS if dim >= max(k_dim, v_dim))
     if dim == 64 and q_len <= (SHORT_CAUSAL_Q_LEN if right >= 0 else SHORT_Q_LEN):
         return SHORT_64
     if dim == 128 and right < 0 and q_len in SHORT_128_Q_LENS:
         return SHORT_128
+    if dim == 256 and has_alibi:  # the distances do not fit into the registers beside two blocks
+        return replace(CONFIGS[dim], overlapped=False)
     return CONFIGS[dim]
 
 

@@ -30,6 +30,7 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
+    LOG2_E,
     OnlineSoftmax,
     rescale,
     soft_cap,
@@ -56,6 +57,15 @@ def hide(problem, s, rows, columns, offset, kv_len):
 
 
 @gluon.jit
+def _by_distance(s, factor, slope, positions, columns):
+    """Scores in log2 units, lowered in proportion to the distance of query and key (ALiBi)."""
+    distance = gl.expand_dims(positions.to(gl.float32), 1) - gl.expand_dims(
+        columns.to(gl.float32), 0
+    )
+    return s * factor - slope * gl.maximum(distance, -distance)
+
+
+@gluon.jit
 def next_block(
     problem,
     q,  # shared tile [64, k_dim]
@@ -77,6 +87,7 @@ def next_block(
     group: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
+    slope=None,  # of the head's ALiBi in log2 units, None: it has none
 ):
     """Softmax of a block, while the block before is multiplied with V."""
     block: gl.constexpr = problem.block
@@ -93,6 +104,9 @@ def next_block(
     if problem.has_softcap:
         s = soft_cap(s, problem.factor, problem.softcap)
         factor = 1.0  # soft_cap gives log2 units
+    if slope is not None:
+        s = _by_distance(s, factor, slope, rows + offset, n * block + columns)
+        factor = 1.0
     # Only the first block, which is not this one, can run over the end of the keys.
     if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
         s = hide(problem, s, rows, n * block + columns, offset, kv_len)
@@ -148,6 +162,7 @@ def _overlapped(
     offset,
     kv_len,
     row0,
+    slope,
     dtype: gl.constexpr,
     group: gl.constexpr,
     S: gl.constexpr,
@@ -178,6 +193,9 @@ def _overlapped(
     factor = problem.factor
     if problem.has_softcap:
         s = soft_cap(s, problem.factor, problem.softcap)
+        factor = 1.0
+    if slope is not None:
+        s = _by_distance(s, factor, slope, rows + offset, last * block + columns)
         factor = 1.0
     if (last < low) | (last >= high):
         s = hide(problem, s, rows, last * block + columns, offset, kv_len)
@@ -211,6 +229,7 @@ def _overlapped(
             group,
             S,
             O,
+            slope,
         )
         v_fill = at
 
@@ -236,6 +255,7 @@ def _in_order(
     offset,
     kv_len,
     row0,
+    slope,
     dtype: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
@@ -258,6 +278,9 @@ def _in_order(
         factor = problem.factor
         if problem.has_softcap:
             s = soft_cap(s, problem.factor, problem.softcap)
+            factor = 1.0
+        if slope is not None:
+            s = _by_distance(s, factor, slope, rows + offset, n * block + columns)
             factor = 1.0
         if (n < low) | (n >= high):
             s = hide(problem, s, rows, n * block + columns, offset, kv_len)
@@ -307,6 +330,9 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
         else:
             softmax = start_softmax(GROUP_ROWS, rows_of(S))
 
+        slope = None
+        if problem.has_alibi:
+            slope = gl.load(problem.slopes + head) * LOG2_E
         low, high = whole_range(
             row0,
             offset,
@@ -338,6 +364,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 offset,
                 kv_len,
                 row0,
+                slope,
                 dtype,
                 group,
                 S,
@@ -360,6 +387,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 offset,
                 kv_len,
                 row0,
+                slope,
                 dtype,
                 S,
                 O,

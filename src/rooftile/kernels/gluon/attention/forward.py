@@ -47,18 +47,19 @@ def attention(
     softcap: float,
     scale: float,
     config: Config | None = None,
+    slopes: Tensor | None = None,  # [num_q_heads] float32, of ALiBi
 ) -> Result:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(sink is None, options),
+        *(sink is None, slopes is None, options),
     )
     run = _dense.get(kind)
     if run is None:
         if len(_dense) >= _MOST_KINDS:
             _dense.clear()
-        run = _dense[kind] = bind_attention(q, k, v, sink, *options)
-    return run(q, k, v, sink)
+        run = _dense[kind] = bind_attention(q, k, v, sink, *options, slopes)
+    return run(q, k, v, sink, slopes)
 
 
 def attention_varlen(
@@ -75,20 +76,21 @@ def attention_varlen(
     softcap: float,
     scale: float,
     config: Config | None = None,
+    slopes: Tensor | None = None,  # [num_q_heads] float32, of ALiBi
 ) -> Result:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(cu_seqlens_q.shape, max_q_len, sink is None, options),
+        *(cu_seqlens_q.shape, max_q_len, sink is None, slopes is None, options),
     )
     run = _ragged.get(kind)
     if run is None:
         if len(_ragged) >= _MOST_KINDS:
             _ragged.clear()
         run = _ragged[kind] = bind_attention_varlen(
-            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, sink), *options
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, sink), *options, slopes
         )
-    return run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
+    return run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, slopes)
 
 
 def bind_attention(
@@ -101,18 +103,25 @@ def bind_attention(
     softcap: float,
     scale: float,
     config: Config | None = None,
+    slopes: Tensor | None = None,
 ) -> Callable[..., Result]:
-    """`attention` for tensors like these: a function of q, k, v and sink."""
+    """`attention` for tensors like these: a function of q, k, v, sink and slopes."""
     batch, q_len, num_heads, k_dim = q.shape
     kv_len, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     if batch * q_len == 0 or kv_len == 0:
         return _without_keys
     if scale <= 0 or not all(is_addressable(x) for x in (q, k, v)):
         # With new tensors, which need a plan of their own.
-        return lambda q, k, v, sink: attention(
-            *_prepared(q, k, v, scale), sink, left, right, softcap, abs(scale) or 1.0, config
-        )
-    config = config or config_of(k_dim, v_dim, q_len, right)
+
+        def run_prepared(
+            q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
+        ) -> Result:
+            q, k, v = _prepared(q, k, v, scale)
+            options = (left, right, softcap, abs(scale) or 1.0, config, slopes)
+            return attention(q, k, v, sink, *options)
+
+        return run_prepared
+    config = config or config_of(k_dim, v_dim, q_len, right, slopes is not None)
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
     heads_at_a_time = 1
@@ -142,18 +151,30 @@ def bind_attention(
             *(num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads, section),
             *_numbers(left, right, softcap, scale),
         ),
-        constants(config, False, dynamic, left >= 0, right >= 0, softcap != 0, sink is not None),
+        constants(
+            *(config, False, dynamic, left >= 0, right >= 0),
+            *(softcap != 0, sink is not None, slopes is not None),
+        ),
         config.most_registers,
     )
     (like_out, like_lse), device = _templates(q, v_dim), q.device
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Result:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
+    ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            return attention(q, k, v, sink, left, right, softcap, scale, config)
+            return attention(q, k, v, sink, left, right, softcap, scale, config, slopes)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        sinks = lse if sink is None else sink.float()
-        launch((q, k, v, out), (lse, sinks, counter(device) if dynamic else lse))
+        launch(
+            (q, k, v, out),
+            (
+                lse,
+                lse if sink is None else sink.float(),
+                lse if slopes is None else slopes.float(),
+                counter(device) if dynamic else lse,
+            ),
+        )
         return out, lse
 
     return run
@@ -173,23 +194,31 @@ def bind_attention_varlen(
     softcap: float,
     scale: float,
     config: Config | None = None,
+    slopes: Tensor | None = None,
 ) -> Callable[..., Result]:
-    """`attention_varlen` for tensors like these: a function of q, k, v, the lengths and sink."""
+    """`attention_varlen` for tensors like these: a function of q, k, v, the lengths, sink and slopes."""
     tokens, num_heads, k_dim = q.shape
     batch, v_dim = cu_seqlens_q.shape[0] - 1, v.shape[2]
-    config = config or config_of(k_dim, v_dim, typical_length(tokens, batch, max_q_len), right)
+    length = typical_length(tokens, batch, max_q_len)
+    config = config or config_of(k_dim, v_dim, length, right, slopes is not None)
     if tokens == 0:
-        return lambda q, k, v, cu_q, cu_k, sink: _without_keys(q, k, v, sink)
+        return lambda q, k, v, cu_q, cu_k, sink, slopes=None: _without_keys(q, k, v, sink)
     # A descriptor needs memory, though no row of it may be visible.
     if scale <= 0 or k.shape[0] == 0 or not all(is_addressable(x) for x in (q, k, v)):
 
         def run_prepared(
-            q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sink: Tensor | None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            cu_q: Tensor,
+            cu_k: Tensor,
+            sink: Tensor | None,
+            slopes: Tensor | None = None,
         ) -> Result:
             if k.shape[0] == 0:
                 k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
             q, k, v = _prepared(q, k, v, scale)
-            options = (left, right, softcap, abs(scale) or 1.0, config)
+            options = (left, right, softcap, abs(scale) or 1.0, config, slopes)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
 
         return run_prepared
@@ -222,7 +251,7 @@ def bind_attention_varlen(
         ),
         constants(
             *(config, True, config.dynamic != "never"),
-            *(left >= 0, right >= 0, softcap != 0, sink is not None),
+            *(left >= 0, right >= 0, softcap != 0, sink is not None, slopes is not None),
         ),
         config.most_registers,
     )
@@ -230,11 +259,17 @@ def bind_attention_varlen(
     like_entries = q.new_empty(1, dtype=torch.int32).expand(1 + capacity, NUM_FIELDS)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sink: Tensor | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        sink: Tensor | None,
+        slopes: Tensor | None = None,
     ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            options = (left, right, softcap, scale, config)
+            options = (left, right, softcap, scale, config, slopes)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         entries = torch.empty_like(like_entries)
@@ -243,7 +278,15 @@ def bind_attention_varlen(
         if cu_k.dtype != torch.int32:
             cu_k = cu_k.to(torch.int32)
         list_tiles((), (entries, cu_q, cu_k))
-        attend((q, k, v, out), (lse, lse if sink is None else sink.float(), entries))
+        attend(
+            (q, k, v, out),
+            (
+                lse,
+                lse if sink is None else sink.float(),
+                lse if slopes is None else slopes.float(),
+                entries,
+            ),
+        )
         return out, lse
 
     return run
@@ -267,7 +310,9 @@ def _numbers(left: int, right: int, softcap: float, scale: float) -> tuple[int |
     )
 
 
-def _without_keys(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Result:
+def _without_keys(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
+) -> Result:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     return out, lse if sink is None else lse.copy_(sink.expand_as(lse))

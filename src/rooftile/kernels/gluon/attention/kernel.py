@@ -20,6 +20,7 @@ from rooftile.kernels.gluon.tile.schedule import new_queue
 _UNSPECIALISED = [
     "lse",
     "sink",
+    "slopes",
     "entries",
     "num_tiles",
     "num_heads",
@@ -42,6 +43,7 @@ def attention_kernel(
     o_desc,
     lse,  # pointer, see Problem
     sink,
+    slopes,
     entries,  # pointer to int32, see ENTRY
     num_tiles,
     num_heads,
@@ -74,6 +76,7 @@ def attention_kernel(
     has_right: gl.constexpr,
     has_softcap: gl.constexpr,
     has_sink: gl.constexpr,
+    has_alibi: gl.constexpr,
 ):
     """Forward attention. Launched with four warps; the other roles are added here."""
     counter = entries + 1
@@ -83,6 +86,7 @@ def attention_kernel(
     problem = Problem(
         lse,
         sink,
+        slopes,
         entries,
         num_tiles,
         num_heads,
@@ -102,6 +106,7 @@ def attention_kernel(
         has_right,
         has_softcap,
         has_sink,
+        has_alibi,
         groups,
         block,
         turns,
@@ -172,6 +177,7 @@ def constants(
     has_right: bool,
     has_softcap: bool,
     has_sink: bool,
+    has_alibi: bool = False,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `attention_kernel`, in its order."""
     return (
@@ -194,4 +200,5 @@ def constants(
         ("has_right", has_right),
         ("has_softcap", has_softcap),
         ("has_sink", has_sink),
+        ("has_alibi", has_alibi),
     )

@@ -28,6 +28,7 @@ class Problem:
 
     lse: gl.tensor  # pointer, [tokens, heads] or [batch, q_len, heads] float32
     sink: gl.tensor  # pointer, [heads] float32
+    slopes: gl.tensor  # pointer, [heads] float32, of ALiBi
     entries: gl.tensor  # pointer, [num_entries, ENTRY] int32 (ragged)
     num_tiles: gl.tensor
     num_heads: gl.tensor
@@ -47,6 +48,7 @@ class Problem:
     has_right: gl.constexpr
     has_softcap: gl.constexpr
     has_sink: gl.constexpr
+    has_alibi: gl.constexpr
     groups: gl.constexpr
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
