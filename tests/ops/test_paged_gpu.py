@@ -345,8 +345,8 @@ def test_a_shared_prefix_gives_what_attention_without_sharing_gives() -> None:
     )
     plain = paged_attention(q, k, v, alone, return_lse=True, kernel="reference")
     # The results of both passes are rounded to bfloat16 before they are merged.
-    assert float((shared[0].double() - exact[0]).abs().max()) < 2e-3
-    assert float((plain[0].double() - exact[0]).abs().max()) < 2e-3
+    assert float((shared[0].double() - exact[0]).abs().max()) < 6e-4
+    assert float((plain[0].double() - exact[0]).abs().max()) < 6e-4
     torch.testing.assert_close(shared[1].double(), exact[1], atol=1e-3, rtol=1e-4)
 
 

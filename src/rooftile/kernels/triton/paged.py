@@ -441,7 +441,7 @@ def split_of(call: Any, batch: int, tokens: int, max_q_len: int, max_kv_len: int
         tile_cost=tuple(
             tile_clocks(rows, config.block, dims, kv_dtype.itemsize) for rows in config.tile_rows
         ),
-        item_cost=ITEM_CLOCKS,
+        item_cost=2 * ITEM_CLOCKS,  # nothing is loaded ahead of an item's beginning
         num_ctas=_units() * config.ctas_per_unit,
         min_piece=2,
         piece=PIECE_TOKENS // config.block if call.batch_invariant else 0,
