@@ -117,11 +117,16 @@ class DeviceRunner:
                 return "a mixture of experts sorts its tokens with the host's help"
             call = self._calls.get(number)
             if call is None:
-                return f"{type(layer.attention).__name__} does not follow a plan"
-            family = PAGED_ATTENTION.choose(call)
+                name, family = layer.attention.kernel(self._sampled, *self._pages_of(number))
+            else:
+                name, family = PAGED_ATTENTION.name, PAGED_ATTENTION.choose(call)
             if family not in GPU_FAMILIES:
-                return f"paged_attention runs on its kernel {family!r}, which reads lengths on the host"
+                return f"{name} runs on its kernel {family!r}, which reads lengths on the host"
         return None
+
+    def _pages_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        assert self._storage is not None
+        return self._storage.layer(layer)
 
     def attach(self, storage: KVStorage) -> None:
         """The pages to work on, from here on. Graphs that were captured on others are void."""

@@ -130,6 +130,15 @@ class AttentionLayer:
         )
         return self._attend_pages(q, kv)
 
+    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
+        """The operator that attends, and the family that runs it on such hidden states and pages."""
+        q = hidden.new_empty(0, self.num_heads, self.head_dim)
+        call = PAGED_ATTENTION.call(
+            *(q, k_pages, v_pages, None, None, None, 1, 1, None, self.left_window, 0, self.softcap),
+            *(self.softmax_scale, None, None, False, None, []),
+        )
+        return PAGED_ATTENTION.name, PAGED_ATTENTION.choose(call)
+
     def _attend_pages(self, q: Tensor, kv: LayerKV) -> Tensor:
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(

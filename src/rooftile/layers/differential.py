@@ -57,6 +57,11 @@ class DifferentialAttentionLayer(AttentionLayer):
         width = 2 * self.head_dim
         return KVSpec(self.num_kv_heads // 2, width, width, dtype, window)
 
+    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
+        q = hidden.new_empty(0, self.num_heads // 2, self.head_dim)
+        call = PAGED_DIFFERENTIAL.call(q, q, k_pages, v_pages, q, self.left_window, 0, 0.0)
+        return PAGED_DIFFERENTIAL.name, PAGED_DIFFERENTIAL.choose(call)
+
     def attend(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim]

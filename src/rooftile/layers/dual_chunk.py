@@ -33,6 +33,13 @@ class DualChunkAttentionLayer(AttentionLayer):
         super().__init__(qkv, out, cos_sin=cos_sin, **options)
         self.dual_chunk = dual_chunk
 
+    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
+        q = hidden.new_empty(0, self.num_heads, self.head_dim)
+        call = PAGED_DUAL_CHUNK.call(
+            *(q, q, q, k_pages, v_pages, self.dual_chunk.chunk_len, self.softcap, 0.0)
+        )
+        return PAGED_DUAL_CHUNK.name, PAGED_DUAL_CHUNK.choose(call)
+
     def attend(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim]
