@@ -7,6 +7,8 @@ compared with an oracle written row by row.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +187,61 @@ def test_auto_takes_gluon_on_hopper_and_says_why_it_cannot() -> None:
     with pytest.raises(NotImplementedError, match="gluon.*takes bfloat16 and float16"):
         attention(wide, wide, wide, kernel="gluon")
     assert set(FAMILIES) <= set(ATTENTION.families)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_device_and_stream(family: str) -> None:
+    """On a GPU that is not the current one, on the first, on the other again and on its streams."""
+    dense, ragged = [], []
+    for device, on_stream in (("cuda:1", False), ("cuda:0", True), ("cuda:1", True)):
+        g = torch.Generator("cpu").manual_seed(1)
+        q, k, v = (
+            torch.randn(1, 1500, 4, 128, generator=g).bfloat16().to(device) for _ in range(3)
+        )
+        cu = torch.tensor([0, 1500], dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        assert torch.cuda.current_device() == 0
+        stream = torch.cuda.Stream(device) if on_stream else torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream) if on_stream else nullcontext():
+            out: Any = attention(q, k, v, causal=True, kernel=family)
+            rows: Any = attention_varlen(q[0], k[0], v[0], cu, cu, causal=True, kernel=family)
+        stream.synchronize()
+        assert out.device == rows.device == q.device
+        dense.append(out.cpu())
+        ragged.append(rows[None].cpu())
+    for other in dense[1:]:
+        assert torch.equal(other, dense[0])
+    for other in ragged:
+        assert float((other - dense[0]).abs().max()) < 0.03
+
+
+def test_counters_of_drawn_tiles_survive_graphs_and_streams() -> None:
+    """Tiles are drawn from counters that each kernel must leave at zero for the next."""
+    q = torch.randn(2, 1500, 8, 64, device="cuda", dtype=torch.bfloat16)
+    expected: Any = attention(q, q, q, causal=True, kernel="gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attention(q, q, q, causal=True, kernel="gluon") for _ in range(3)]
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            other = attention(q, q, q, causal=True, kernel="gluon")
+        graph.replay()
+        eager = attention(q, q, q, causal=True, kernel="gluon")
+        torch.cuda.synchronize()
+        results: list[Any] = [*captured, eager, other]
+        assert all(torch.equal(out, expected) for out in results)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_linear_biases(dim: int) -> None:
+    g = torch.Generator("cuda").manual_seed(dim)
+    q, k, v = (random(g, torch.bfloat16, 2, n, h, dim) for n, h in ((333, 4), (500, 2), (500, 2)))
+    slopes = torch.rand(4, device="cuda", generator=g)
+    options: Any = {"causal": True, "alibi_slopes": slopes, "return_lse": True}
+    exact: Any = attention(q.double(), k.double(), v.double(), kernel="reference", **options)
+    plain: Any = attention(q, k, v, kernel="reference", **options)
+    for family in FAMILIES:
+        got: Any = attention(q, k, v, kernel=family, **options)
+        assert_close(got, exact, plain)

@@ -50,7 +50,7 @@ def attention_varlen_alibi(
     tensors = (slopes.float(), offsets_of(*lengths).to(torch.int32))
     mods = Mods(_lower_by_distance, tensors, None, ())
     rest = (max_q_len, max_kv_len, sink, *options, mods)
-    return plain.attention_varlen(q, k, v, *lengths, *rest)  # type: ignore[call-arg]
+    return plain.attention_varlen(q, k, v, *lengths, *rest)
 
 
 KERNELS = {

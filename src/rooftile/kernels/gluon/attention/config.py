@@ -21,6 +21,13 @@ class Config:
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
 
+    def __post_init__(self) -> None:
+        if self.overlapped and self.stages < 2:
+            raise ValueError(
+                f"stages is {self.stages}; overlapped products hold a V while they wait for the next "
+                f"K, so they need 2"
+            )
+
     @property
     def most_registers(self) -> int | None:
         """Registers a thread at launch, so that `ctas` fit; `None`: what a lone CTA may have."""

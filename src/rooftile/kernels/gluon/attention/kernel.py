@@ -130,7 +130,19 @@ def attention_kernel(
     queue = new_queue(counter, FIELDS, groups, dynamic)
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if groups == 2:
+    if groups == 1:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                ),
+                (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            ],
+            [1],
+            [producer_registers],
+        )
+    elif groups == 2:
         gl.warp_specialize(
             [
                 (
