@@ -128,6 +128,26 @@ class Step(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("scores", c_void_p),
+        ("logits_row", c_int64),
+        ("scores_row", c_int64),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seeds", c_void_p),
+        ("sample_index", c_void_p),
+        ("position", c_void_p),
+        ("tokens", c_void_p),
+        ("logprobs", c_void_p),
+    )
+
+
 def weight(format: str, tensors: list[Tensor], rows: int, columns: int) -> Weight:
     """A packed weight; the tensors must outlive it."""
     data = tensors[0]

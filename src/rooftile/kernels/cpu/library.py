@@ -27,7 +27,7 @@ SIGNATURES = {
     "gated": "plllipii",
     "rotary": "pllppiiiliipii",
     "step": "ppi",
-    "greedy": "plllppi",
+    "sample": "pi",
 }
 LEVEL_NAMES = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 

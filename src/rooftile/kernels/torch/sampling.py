@@ -71,24 +71,19 @@ def sample(
     sample_index: Tensor | None,
     position: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    scores = logits
-    if any(p is not None for p in (repetition_penalty, presence_penalty, frequency_penalty)):
-        scores = _penalised(
-            logits,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            prompt_mask,
-            output_counts,
-        )
-    if bias_rows is not None:
-        assert bias_ids is not None
-        assert bias_values is not None
-        scores = scores.index_put((bias_rows, bias_ids), bias_values, accumulate=True)
-    if banned_rows is not None:
-        assert banned_ids is not None
-        banned = scores.new_tensor(-torch.inf)
-        scores = scores.index_put((banned_rows, banned_ids), banned)
+    scores = scores_of(
+        logits,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        prompt_mask,
+        output_counts,
+        bias_rows,
+        bias_ids,
+        bias_values,
+        banned_rows,
+        banned_ids,
+    )
     valid = logits.amax(-1).isfinite()
     if scores is not logits:
         valid &= scores.amax(-1).isfinite()
@@ -113,6 +108,41 @@ def sample(
             )
     logprobs = torch.log_softmax(logits, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens.where(valid, -1), logprobs.where(valid, torch.nan)
+
+
+def scores_of(
+    logits: Tensor,  # [rows, vocab]
+    repetition_penalty: Tensor | None,
+    presence_penalty: Tensor | None,
+    frequency_penalty: Tensor | None,
+    prompt_mask: Tensor | None,
+    output_counts: Tensor | None,
+    bias_rows: Tensor | None,
+    bias_ids: Tensor | None,
+    bias_values: Tensor | None,
+    banned_rows: Tensor | None,
+    banned_ids: Tensor | None,
+) -> Tensor:
+    """Logits after penalties, bias and bans: `logits` itself where there are none, dense rows else."""
+    scores = logits
+    if any(p is not None for p in (repetition_penalty, presence_penalty, frequency_penalty)):
+        scores = _penalised(
+            logits,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            prompt_mask,
+            output_counts,
+        )
+    if bias_rows is not None:
+        assert bias_ids is not None
+        assert bias_values is not None
+        scores = scores.index_put((bias_rows, bias_ids), bias_values, accumulate=True)
+    if banned_rows is not None:
+        assert banned_ids is not None
+        banned = scores.new_tensor(-torch.inf)
+        scores = scores.index_put((banned_rows, banned_ids), banned)
+    return scores
 
 
 def _rows_of(parameter: Tensor | None, rows: Tensor) -> Tensor | None:

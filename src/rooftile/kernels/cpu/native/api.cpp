@@ -106,7 +106,4 @@ EXPORT void rooftile_step(const Decoder* d, const Step* s, int32_t threads) {
     kernels().step(*d, *s, threads);
 }
 
-EXPORT void rooftile_greedy(const float* logits, int64_t row, int64_t rows, int64_t vocab,
-                            int64_t* tokens, float* logprobs, int32_t threads) {
-    kernels().greedy(logits, row, rows, vocab, tokens, logprobs, threads);
-}
+EXPORT void rooftile_sample(const Sampling* s, int32_t threads) { kernels().sample(*s, threads); }

@@ -103,6 +103,18 @@ struct Step {
     void* out;  // [tokens, hidden] of the decoder's dtype
 };
 
+struct Sampling {
+    const float *logits, *scores;  // [rows, vocab]; scores: logits after penalties, bias and bans
+    int64_t logits_row, scores_row, rows, vocab;
+    const float* temperature;      // [rows], as are the others; null: 0
+    const int64_t* top_k;          // null: off
+    const float* top_p;
+    const float* min_p;
+    const int64_t *seeds, *sample_index, *position;
+    int64_t* tokens;
+    float* logprobs;
+};
+
 inline float from_bits(uint32_t u) {
     float f;
     memcpy(&f, &u, 4);
@@ -172,8 +184,7 @@ struct Kernels {
                    int64_t tokens, int32_t heads, int32_t dim, void* out, int32_t dtype,
                    int threads);
     void (*step)(const Decoder& d, const Step& s, int threads);
-    void (*greedy)(const float* logits, int64_t row, int64_t rows, int64_t vocab, int64_t* tokens,
-                   float* logprobs, int threads);
+    void (*sample)(const Sampling& s, int threads);
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512_vnni_kernels,

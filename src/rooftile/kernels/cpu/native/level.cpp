@@ -1,5 +1,7 @@
 // The kernels for one set of instructions: compiled once for each ROOFTILE_LEVEL.
+#include <algorithm>
 #include <atomic>
+#include <functional>
 #include <vector>
 
 #include "common.h"
@@ -64,6 +66,7 @@ namespace ROOFTILE_NAME {
 #include "gemm.h"
 #include "pack.h"
 #include "rows.h"
+#include "sampling.h"
 #include "attention.h"
 #include "step.h"
 
@@ -80,7 +83,7 @@ const Kernels ROOFTILE_TABLE(ROOFTILE_NAME) = {
     ROOFTILE_NAME::gated,
     ROOFTILE_NAME::rotary,
     ROOFTILE_NAME::step,
-    ROOFTILE_NAME::greedy,
+    ROOFTILE_NAME::sample,
 };
 
 }  // namespace rooftile

@@ -161,38 +161,3 @@ void append(const void* k, int64_t k_token, int64_t k_head, const void* v, int64
         }
     });
 }
-
-// The largest logit of each row (the lowest id among equals) and its log softmax; -1 and NaN for a
-// row with NaN or +inf, or without a finite logit.
-void greedy(const float* logits, int64_t row, int64_t rows, int64_t vocab, int64_t* tokens,
-            float* logprobs, int threads) {
-    parallel(threads, rows, [&](int64_t m) {
-        const float* x = logits + m * row;
-        F most = set1(-INFINITY), bad = zero();
-        int64_t i = 0;
-        for (; i + 16 <= vocab; i += 16) {
-            F v = load(x + i);
-            most = max(most, v);
-            bad = bad + max(set1(-1.0f), v) * zero();  // NaN and +inf leave NaN, -inf does not
-        }
-        float best = largest(most);
-        bool fails = !(sum(bad) == 0);
-        for (int64_t j = i; j < vocab; ++j) {
-            best = x[j] > best ? x[j] : best;
-            fails = fails || std::isnan(x[j]) || x[j] == INFINITY;
-        }
-        if (fails || best == -INFINITY) {
-            tokens[m] = -1;
-            logprobs[m] = NAN;
-            return;
-        }
-        F total = zero();
-        for (i = 0; i + 16 <= vocab; i += 16) total = total + exp(load(x + i) - set1(best));
-        double all = sum(total);
-        for (; i < vocab; ++i) all += std::exp(x[i] - best);
-        int64_t at = 0;
-        while (x[at] != best) ++at;
-        tokens[m] = at;
-        logprobs[m] = static_cast<float>(-std::log(all));
-    });
-}
