@@ -13,6 +13,7 @@ from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.staging import Staging, starts_of
 from rooftile.engine.step import PageUpdate
+from rooftile.models import decoder, native, packing
 from rooftile.ops.step import PREPARE_STEP
 from tests.engine.packed import check_prepared, packed_step
 from tests.engine.padded import use_padded_runner
@@ -93,3 +94,29 @@ def test_changes_beyond_one_copy_go_in_several() -> None:
     assert [len(part) for part in parts] == [3, 2]
     assert [update for part in parts for update in part] == updates
     assert starts_of([3, 0, 2]) == [0, 3, 3]
+
+
+def test_norms_that_go_into_the_products_after_them(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs for each layer, with the reference kernels."""
+    monkeypatch.setattr(native, "refusal", lambda decoder: "operator by operator")
+    monkeypatch.setattr(packing, "best_format", lambda device, dtype: "dense")
+    llm = LLM(model_path, dtype="float32", random_weights=True, num_pages=64, page_size=4)
+    prompts = [[1, 2, 3], list(range(40)), [9]]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    joined = []
+
+    def forward(self: Any, token_ids: Any, positions: Any, kv: Any) -> Any:
+        x, stream = self.embedding(token_ids), None
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            assert decoder._has_joined_norms(layer)
+            x, stream = decoder._run_joined(layer, x, stream, positions, layer_kv, 1.0)
+            joined.append(layer)
+        return self.norm.add(x, stream)[0]
+
+    monkeypatch.setattr(decoder.Decoder, "forward", forward)
+    llm.reset_prefix_cache()
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
+    assert joined

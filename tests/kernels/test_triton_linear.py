@@ -30,7 +30,7 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
     wide = torch.full((rows, in_features + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = wide[:, :in_features].copy_(torch.randn(rows, in_features))
     weight, bias = (torch.randn(*s).to(DEVICE, dtype) for s in ((out_features, in_features), (1,)))
-    assert kernel._tiles(rows, out_features, in_features) is not None
+    assert kernel._tiles(rows, out_features, in_features, "") is not None
     for b in (None, bias.expand(out_features).contiguous()):
         out = kernel.linear(x, [weight], "dense", out_features, b)
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
@@ -42,6 +42,6 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
 
 @pytest.mark.gpu
 def test_what_goes_to_the_vendor() -> None:
-    assert kernel._tiles(5, 64, 128) is None
-    assert kernel._tiles(0, 64, 128) is None
-    assert kernel._tiles(1, 64, 100) is None
+    assert kernel._tiles(5, 64, 128, "") is None
+    assert kernel._tiles(0, 64, 128, "") is None
+    assert kernel._tiles(1, 64, 100, "") is None

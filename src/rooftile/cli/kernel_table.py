@@ -22,6 +22,7 @@ from rooftile.ops.grouped_linear import GroupedLinearCall
 from rooftile.ops.linear import LinearCall
 from rooftile.ops.merge import MergeCall
 from rooftile.ops.norm import NormCall
+from rooftile.ops.normed_linear import NormedLinearCall
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import AppendCall
 from rooftile.ops.qkv import QkvCall
@@ -153,6 +154,7 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
         ],
         "rotary_embedding": [("bf16 d128", RotaryCall(device, bf16, 128, 128, False))],
         "gated_activation": [("bf16 silu", ActivationCall(device, bf16, "silu"))],
+        "normed_linear": [("bf16 gate silu", NormedLinearCall(device, bf16, "silu"))],
         "norm_rotate_append": [("bf16 d128 norms rotary", QkvCall(device, bf16, 128, 128, True))],
         "prepare_step": [("any", StepCall(device))],
         **{

@@ -78,8 +78,8 @@ class AttentionLayer:
     ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x)
-        if qkv.is_cuda and self._is_plain:
-            return self.out(self._attend_at_once(qkv, positions, kv).flatten(1))
+        if qkv.is_cuda and self.is_plain:
+            return self.finish(qkv, positions, kv)
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
         if self.q_norm is not None:
@@ -89,14 +89,20 @@ class AttentionLayer:
         return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether one operator does all between the q, k, v product and attention."""
         norms = (self.q_norm, self.k_norm)
         return type(self) is AttentionLayer and (
             norms == (None, None) or all(type(norm) is RMSNorm for norm in norms)
         )
 
-    def _attend_at_once(self, qkv: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+    def finish(
+        self,
+        qkv: Tensor,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+    ) -> Tensor:  # [tokens, hidden]
+        """All after the q, k, v product, of a layer that `is_plain`."""
         q_norm, k_norm = self.q_norm, self.k_norm
         assert not isinstance(q_norm, ProjectionNorm)
         assert not isinstance(k_norm, ProjectionNorm)
@@ -109,7 +115,7 @@ class AttentionLayer:
             *(positions, self.cos_sin, kv.k_pages, kv.v_pages, kv.slots),
             *(self.num_heads, self.num_kv_heads, "auto"),
         )
-        return self._attend_pages(q, kv)
+        return self.out(self._attend_pages(q, kv).flatten(1))
 
     def attend(
         self,

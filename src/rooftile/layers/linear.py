@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from rooftile.distributed.group import ParallelGroup
+from rooftile.layers.norm import RMSNorm
 from rooftile.ops.linear import LINEAR
+from rooftile.ops.normed_linear import NORMED_LINEAR
 from rooftile.types import PackedWeight
 
 
@@ -23,6 +25,18 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return _apply(x, self.weight, self._tensors, self.bias)
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, activation: str = ""
+    ) -> tuple[Tensor, Tensor]:
+        """This layer of the norm of x + residual, gated where there is an activation, and x +
+        residual, in one operator; for dense weights.
+        """
+        out, stream = NORMED_LINEAR.handle(
+            *(x, residual, norm.weight, norm.eps, norm.offset, self._tensors[0], self.bias),
+            *(activation, "auto"),
+        )
+        return out, stream
 
 
 class RowParallelLinear:

@@ -49,6 +49,7 @@ class Decoder:
         self.layers = tuple(layers)
         self.norm = norm
         self.head = head
+        self._joined = [_has_joined_norms(layer) for layer in self.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +84,10 @@ class Decoder:
         """
         scale = self.config.residual_scale
         x, stream = self.embedding(token_ids), None
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        for layer, joined, layer_kv in zip(self.layers, self._joined, kv, strict=True):
+            if joined and x.is_cuda:
+                x, stream = _run_joined(layer, x, stream, positions, layer_kv, scale)
+                continue
             x, stream = layer.attention_norm.add(x, stream)
             x = _leave(layer.attention(x, positions, layer_kv), layer.attention_post_norm, scale)
             x, stream = layer.mlp_norm.add(x, stream)
@@ -92,6 +96,37 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
         return self.head(hidden)
+
+
+def _has_joined_norms(layer: DecoderLayer) -> bool:
+    """Whether both norms go into one operator with the product after them, on a GPU."""
+    return (
+        isinstance(layer.attention_norm, RMSNorm)
+        and layer.attention.is_plain
+        and layer.attention.qkv.weight.format == "dense"
+        and isinstance(layer.mlp_norm, RMSNorm)
+        and isinstance(layer.mlp, GatedMlp)
+        and layer.mlp.gate_up.weight.format == "dense"
+        and layer.mlp.activation in ("silu", "gelu_tanh")
+    )
+
+
+def _run_joined(
+    layer: DecoderLayer,
+    x: Tensor,
+    stream: Tensor | None,
+    positions: Tensor,
+    kv: LayerKV,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    assert isinstance(layer.attention_norm, RMSNorm)
+    assert isinstance(layer.mlp_norm, RMSNorm)
+    assert isinstance(layer.mlp, GatedMlp)
+    attention, mlp = layer.attention, layer.mlp
+    qkv, stream = attention.qkv.after_norm(x, stream, layer.attention_norm)
+    x = _leave(attention.finish(qkv, positions, kv), layer.attention_post_norm, scale)
+    inner, stream = mlp.gate_up.after_norm(x, stream, layer.mlp_norm, mlp.activation)
+    return _leave(mlp.down(inner), layer.mlp_post_norm, scale), stream
 
 
 def _leave(x: Tensor, post_norm: RMSNorm | None, scale: float) -> Tensor:

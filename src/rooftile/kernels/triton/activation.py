@@ -15,6 +15,17 @@ TILE = 1024
 
 
 @triton.jit
+def gated(gate, value, is_silu: tl.constexpr):
+    """activation(gate) * value in float32: silu, or gelu by tanh."""
+    if is_silu:  # noqa: SIM108  (a branch at compile time)
+        slope = gate
+    else:
+        # gelu's 1 + tanh(u) is 2 sigmoid(2 u), which keeps the left tail.
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-slope)) * value
+
+
+@triton.jit
 def gated_kernel(
     x,
     out,
@@ -31,12 +42,7 @@ def gated_kernel(
     inside = column < size
     gate = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * row_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    if is_silu:  # noqa: SIM108  (a branch at compile time)
-        slope = gate
-    else:
-        # gelu's 1 + tanh(u) is 2 sigmoid(2 u), which keeps the left tail.
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    y = gate / (1.0 + tl.exp(-slope)) * value
+    y = gated(gate, value, is_silu)
     tl.store(out + row * size + column, y.to(out.dtype.element_ty), mask=inside)
 
 
