@@ -24,6 +24,8 @@ def test_words() -> None:
     assert skewed.kv_lens == (4096, 512, 512)
     assert skewed.q_lens == (2, 2, 2)
     assert skewed.kv_bytes == (1026 + 2 * 512) * 8 * 128
+    shared = decode_case("b3 100 shared64 h8 d64")
+    assert (shared.shared, shared.kv_bytes) == (64, (64 + 3 * 36) * 8 * 128 * 2)
     latent = decode_case("b2 100 h16/1 d576/512 qall")
     assert latent.q_lens == latent.kv_lens == (100, 100)
     assert latent.kv_bytes == 200 * 576 * 2
@@ -38,6 +40,8 @@ def test_words() -> None:
         ("b64 one4k h8 d64", "one and rest go together"),
         ("b64 loguniform9..3 h8 d64", "must go up"),
         ("b64 4k h8/3 d64", "multiple of key-value heads"),
+        ("b64 100 shared65 h8 d64", "whole pages before every query"),
+        ("b64 64 shared64 h8 d64", "whole pages before every query"),
     ],
 )
 def test_what_is_not_understood(text: str, message: str) -> None:

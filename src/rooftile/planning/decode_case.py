@@ -3,7 +3,8 @@
 The words: `b` requests; the keys of each: a number, `loguniformLOW..HIGH` drawn, or `oneLONG` and
 `restSHORT`, one long request among short ones (`4k` is 4096); `q` query tokens of each, 1 where left out, `qall` where
 the whole request is computed; `h` query and key-value heads; `d` head dimension, `d576/512` of keys and
-of values; `page` tokens of a page; `fp8` pages in 8 bits; `window` keys that a query sees before itself.
+of values; `page` tokens of a page; `fp8` pages in 8 bits; `window` keys that a query sees before itself;
+`shared` keys that all requests begin with, in the same pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import re
 from dataclasses import dataclass
 
+from rooftile.planning.case_words import words_of
 from rooftile.planning.roofline import Work, attention_work
 
 WORDS = "b64 loguniform128..32k h32/8 d128 page16"
@@ -27,6 +29,7 @@ _FORMS = {
     "page": r"page(\d+)",
     "fp8": r"fp8",
     "window": rf"window({_LENGTH})",
+    "shared": rf"shared({_LENGTH})",
 }
 _DEFAULTS = {"q": "q1", "page": "page16"}
 
@@ -45,6 +48,7 @@ class DecodeCase:
     page_size: int
     fp8: bool
     window: int
+    shared: int = 0
 
     @property
     def group_size(self) -> int:
@@ -56,11 +60,15 @@ class DecodeCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that the queries see, each once; a latent's values are part of its keys."""
+        """Keys and values that the queries see, each once; a latent's values are part of its keys.
+
+        Shared keys count once for all requests.
+        """
         seen = sum(
             kv if self.window < 0 else min(kv, q + self.window)
             for q, kv in zip(self.q_lens, self.kv_lens, strict=True)
         )
+        seen -= self.shared * (len(self.kv_lens) - 1)
         dims = self.k_dim if self.latent else self.k_dim + self.v_dim
         return seen * self.num_kv_heads * dims * self.kv_itemsize
 
@@ -82,17 +90,9 @@ def decode_case(text: str) -> DecodeCase:
     """The case that `text` names, drawn lengths the same on every machine.
 
     Raises:
-        ValueError: a word that is not understood, missing, or given twice.
+        ValueError: a word that is not understood, missing, or given twice; a number too large.
     """
-    found: dict[str, re.Match[str]] = {}
-    for word in text.split():
-        matches = {key: re.fullmatch(form, word) for key, form in _FORMS.items()}
-        key, match = next(((k, m) for k, m in matches.items() if m), ("", None))
-        if match is None:
-            raise ValueError(f"case {text!r}: {word!r} is not understood; write {WORDS!r}")
-        if key in found:
-            raise ValueError(f"case {text!r} says {word!r} after {found[key][0]!r}; give one")
-        found[key] = match
+    found = words_of(text, _FORMS, WORDS)
     for key, word in _DEFAULTS.items():
         found.setdefault(key, re.fullmatch(_FORMS[key], word))  # type: ignore[arg-type]
     missing = [name for name in ("b", "keys", "h", "d") if name not in found]
@@ -111,8 +111,16 @@ def decode_case(text: str) -> DecodeCase:
             f"heads a multiple of key-value heads"
         )
     window = _number(found["window"][1]) if "window" in found else -1
+    shared = _number(found["shared"][1]) if "shared" in found else 0
+    before = min(kv - q for q, kv in zip(q_lens, kv_lens, strict=True))
+    if shared and (shared % page_size or shared > before or window >= 0):
+        raise ValueError(
+            f"case {text!r}: {shared} shared keys must be whole pages before every query, and there "
+            f"must be no window"
+        )
     return DecodeCase(
-        " ".join(text.split()), q_lens, kv_lens, *heads, *dims, page_size, "fp8" in found, window
+        *(" ".join(text.split()), q_lens, kv_lens, *heads, *dims, page_size, "fp8" in found),
+        *(window, shared),
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rooftile.bench.ops.paged import GROUPS, PLAN_SUITE, SUITE, inputs, make
 from rooftile.bench.ops.suite import WrongResult
+from rooftile.ops.paged import plan_paged_attention
 from rooftile.planning.decode_case import decode_case
 
 CPU = torch.device("cpu")
@@ -58,6 +59,18 @@ def test_the_dense_peer_computes_the_same_and_others_say_why_not() -> None:
     assert problem.absent == {"sdpa": "it aligns a causal mask to the first key, not to the last"}
     with pytest.raises(ValueError, match="there is no peer 'fa9' for paged"):
         make("b2 70 h4/2 d16", CPU, torch.float32, None, ["fa9"])
+
+
+def test_shared_keys_lie_in_the_same_pages_and_are_attended_once() -> None:
+    case = "b70 76 shared64 h4/2 d16 page8"
+    made = inputs(decode_case(case), CPU, torch.bfloat16)
+    assert bool((made.batch.page_table[:, :8] == made.batch.page_table[0, :8]).all())
+    plan = plan_paged_attention(*made.tensors)
+    assert plan.cascade is not None
+    assert plan.cascade.prefix.kv_lens.tolist() == [64]
+    problem = make(case, CPU, torch.bfloat16, ["reference"], ["unshared"])
+    assert problem.check(problem.kernels["reference"]()) < 0.01
+    assert problem.check(problem.peers["unshared"]()) < 0.01
 
 
 def test_a_latent_pool_holds_each_key_once() -> None:

@@ -2,12 +2,13 @@
 
 Cases are named as `rooftile.planning.decode_case` says. Pages lie in random order. The peer `read` is a
 kernel that only reads as many bytes as the keys and values have: what memory can do in the same run.
+The peer `unshared` is our own attention that does not know which requests share a prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from rooftile.ops.split_kv import SPLIT_KV, SplitCall
 from rooftile.planning.decode_case import DecodeCase, decode_case
 from rooftile.planning.roofline import Work
 from rooftile.planning.split_kv import Layout, plan
-from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
+from rooftile.types import AttentionPlan, PagedBatch, PrefixGroups, SplitSpec
 
-PEERS = ("read", "sdpa")
+PEERS = ("read", "sdpa", "unshared")
 CHECKED = 6  # pairs of request and query head
 CHECKED_ROWS = 16  # of each
 
@@ -56,6 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         for b, s in ((8, "2k"), (2, "8k"), (1, "16k"))
         for page in (16, 64)
     ),
+    "prefix": ("b64 8448 shared8k h32/8 d128 page16", "b64 1280 shared1k h32/8 d128 page16"),
     "latent": ("b32 4k h16/1 d576/512 page64", "b32 4k h128/1 d576/512 page64"),
     "cpu": ("b1 512 h9/3 d64 page16", "b8 512 h9/3 d64 page16", "b2 256 qall h9/3 d64 page16"),
 }
@@ -98,6 +100,12 @@ def inputs(case: DecodeCase, device: torch.device, dtype: torch.dtype) -> Inputs
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     for row, pages in zip(table, order.split(counts), strict=True):
         row[: len(pages)] = pages
+        row[: case.shared // size] = table[0, : case.shared // size]
+    prefix = None
+    if case.shared:
+        first = torch.tensor([0, len(counts)], dtype=torch.int32, device=device)
+        lens = torch.tensor([case.shared], dtype=torch.int32, device=device)
+        prefix = PrefixGroups(first, lens, case.shared)
     tokens = sum(case.q_lens)
     q = torch.empty(tokens, case.num_q_heads, case.k_dim, device=device, dtype=dtype)
     batch = PagedBatch(
@@ -106,6 +114,7 @@ def inputs(case: DecodeCase, device: torch.device, dtype: torch.dtype) -> Inputs
         table.to(device),
         max(case.q_lens),
         max(case.kv_lens),
+        prefix,
     )
     return Inputs(q.normal_(generator=generator), k_pages, v_pages, batch, options)
 
@@ -166,6 +175,11 @@ def _peer(peer: str, case: DecodeCase, made: Inputs) -> Run | str:
         from rooftile.bench.ops.stream import streaming_read
 
         return streaming_read(case.kv_bytes, made.q.device)
+    if peer == "unshared":
+        if not case.shared:
+            return "nothing is shared"
+        alone = replace(made, batch=replace(made.batch, prefix=None))
+        return _ours(alone, "auto")
     if len(set(case.kv_lens)) > 1 or case.fp8 or case.window >= 0 or case.latent:
         return "it has no ragged, windowed, 8-bit or latent keys"
     if case.q_lens[0] not in (1, case.kv_lens[0]):
