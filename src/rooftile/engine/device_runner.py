@@ -34,6 +34,11 @@ from rooftile.ops.step import StepState, StepTensors, prepare_step
 from rooftile.types import AttentionPlan, PagedBatch
 
 
+# Up to here every size of a decode step is run before the first is captured: they differ in kernels
+# (few rows) and in what Triton compiles for (numbers that 16 divides, or not).
+WARM_SIZES = 24
+
+
 @dataclass(frozen=True)
 class Shape:
     """Capacities of one forward pass. In a step of decodes alone no request has more than one."""
@@ -139,15 +144,19 @@ class DeviceRunner:
         }
 
     def warm_up(self) -> None:
-        """Run the largest step and the largest draw, of padding alone: kernels are compiled and
-        libraries load what they need.
+        """Run the largest step and the largest draw, of padding alone, and small ones, which run other
+        kernels: they are compiled, and libraries load what they need.
         """
         with torch.inference_mode():
             self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
             most = self._decode_sizes[-1]
-            for shape in (Shape.mixed(self._mixed_sizes[-1], most), Shape.decode(most)):
+            shapes = [Shape.mixed(n, most) for n in (self._mixed_sizes[-1], self._mixed_sizes[0])]
+            small = [n for n in self._decode_sizes if n <= WARM_SIZES]
+            shapes += [Shape.decode(n) for n in (most, *small)]
+            for shape in shapes:
                 self._forward(shape)
-            self._draw(most)
+            for size in (most, *small):
+                self._draw(size)
 
     def capture(self, report: Callable[[float], None] = lambda share: None) -> None:
         """Capture a graph for every capacity. report: told the share that is done."""
