@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.gemm import MATMUL, matmul
+from rooftile.ops.gemm import MATMUL, MatmulCall, matmul
 from tests.ops.accuracy import assert_rows_close, dtype_for, kernels_to_test, opcheck
 
 KERNELS = kernels_to_test(MATMUL)
@@ -168,6 +168,17 @@ def test_opcheck_and_compile(activation: str | None) -> None:
     opcheck(MATMUL, a, b, bias, *rest)
     compiled = torch.compile(matmul, fullgraph=True, backend="aot_eager", dynamic=True)
     assert torch.equal(compiled(a, b, bias, activation), matmul(a, b, bias, activation))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size", [1, 64, 8192])
+def test_the_vendor_comes_before_the_reference(device: str, size: int) -> None:
+    call = MatmulCall(
+        *(device, torch.bfloat16, torch.bfloat16, size, size, size, "row", "column"),
+        *("none", False, False, False),
+    )
+    shares = [MATMUL.kernel(family).efficiency_of(call) for family in ("torch", "reference")]
+    assert 1 > shares[0] > 100 * shares[1] > 0
 
 
 def test_a_batch_invariant_product_goes_to_a_kernel_that_promises_it() -> None:

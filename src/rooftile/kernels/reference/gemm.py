@@ -76,4 +76,5 @@ def activation_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     return torch.ops.aten.gelu_backward(grad, x, approximate=tanh)
 
 
-KERNELS = {"matmul": Kernel(matmul, anything, efficiency=0.1)}
+# Less than any other family predicts for the smallest product.
+KERNELS = {"matmul": Kernel(matmul, anything, efficiency=1e-9)}

@@ -22,6 +22,7 @@ from rooftile.planning.roofline import least_time, linear_work
 
 FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
+_MOST_K = 2**20  # two waves of tiles, times the CTAs, times the steps of a tile stay below 2^30
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -234,6 +235,6 @@ def supports(call: Any) -> str | None:
         return f"it writes bfloat16, float16 and float32, not {call.out_dtype}"
     if reference.is_gated(call.activation) and call.b_layout == "row":
         return "with a gate it takes weights that are stored [n, k]"
-    if max(call.m, call.n, call.k) >= 2**31 or call.m * call.n * call.k >= 2**50:
-        return "the product is too large for its counters"
+    if call.k >= _MOST_K or (call.m // 64 + 1) * (call.n // 32 + 1) >= 2**30:
+        return f"{call.m} x {call.n} x {call.k} is too large for its counters of steps and tiles"
     return None
