@@ -11,6 +11,7 @@ import torch
 from rooftile import DualChunkConfig
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
+from tests.engine.padded import use_padded_runner
 from tests.models import hugging_face
 from tests.models.test_families_engine import greedy
 
@@ -70,6 +71,26 @@ def test_pages_steps_prefixes_and_preemption_change_nothing(
     assert answers(llm) == expected
     assert answers(llm) == expected
     assert llm.stats().kv.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["dual chunk", "differential"])
+def test_on_the_runner_for_gpus(
+    kind: str,
+    model: tuple[str, Any],
+    expected: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which pads its steps: here on a CPU."""
+    directory, options = model[0], {"max_num_batched_tokens": 11}
+    if kind == "differential":
+        hugging_face.save(hugging_face.random_model("diffllama", head_dim=8), tmp_path)
+        directory, options = str(tmp_path), {**options, "dual_chunk": None}
+        expected = answers(load(directory, **options))
+    use_padded_runner(monkeypatch)
+    llm = load(directory, **options)
+    assert answers(llm) == expected
+    assert answers(llm) == expected
 
 
 def test_the_factor_of_whole_prompts_reads_no_prefix(
