@@ -37,9 +37,10 @@ POINTERS = {
 def compiled(
     config: Config, page_size: int, features: tuple[bool, ...], quantised: bool = False
 ) -> MachineCode:
-    group_size = 0 if config.few else 4
+    group_size = 0 if config.few and quantised else 4
+    rows = config.few or 64
     types = dict.fromkeys(paged_kernel.arg_names, "i32") | POINTERS
-    packed = [1, 1, 64 // max(group_size, 1), max(group_size, 1), 64]
+    packed = [1, 1, rows // max(group_size, 1), max(group_size, 1), 64]
     page = [1, 1, 1, min(config.block, page_size), 128 if quantised else 64]
     types["q_desc"] = types["o_desc"] = descriptor_type(packed)
     dtype: Any = gl.float8e4nv if quantised else gl.bfloat16

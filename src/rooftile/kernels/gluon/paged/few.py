@@ -147,10 +147,13 @@ def _load_queries(work, q_tile, item_row, end_row, token, kv_head):
 
 
 @gluon.jit
-def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
-    """The consumer of a CTA whose items have at most q_tile.shape[0] packed rows."""
+def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
+    """The consumer of a CTA whose items have at most p_tiles.shape[1] packed rows.
+
+    Queries are in q_ring where they are boxes, else this role gathers them into q_gathered.
+    """
     block: gl.constexpr = work.block
-    num_rows: gl.constexpr = q_tile.shape[0]
+    num_rows: gl.constexpr = p_tiles.shape[1]
     v_dim: gl.constexpr = v_ring.columns
     dtype: gl.constexpr = p_tiles.dtype
     S: gl.constexpr = _accumulator_layout(num_rows)
@@ -160,6 +163,7 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
 
     fill = first_fill()
     slot = first_fill()
+    q_turn = first_fill()
     turn = gl.to_tensor(0)
     queue.arrived(slot)
     more = queue.field(slot, MORE)
@@ -178,8 +182,14 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
         words = work.plan + work.merges_at + merge * MERGE_WORDS
         first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
         parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
-        unit = _load_queries(work, q_tile, item_row, end_row, token, kv_head)
-        unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
+        q_fill = work.q_fill(q_turn, 0)
+        if work.packed > 0:
+            q_ring.arrived(q_fill)
+            q = q_ring.tile(q_fill).permute((1, 0))
+        else:
+            unit = _load_queries(work, q_gathered, item_row, end_row, token, kv_head)
+            unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
+            q = q_gathered.permute((1, 0))
         rows = item_row + gl.arange(0, num_rows, columns_of(S))
         position = rows // work.group_size + (kv_len - q_len)
         # Keys low .. high are visible to a row; tiles whole .. whole_end - 1 need no mask.
@@ -210,7 +220,6 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
             n = last - i
             k_ring.arrived(fill)
             s = gl.zeros([block, num_rows], gl.float32, S)
-            q = q_tile.permute((1, 0))
             if work.quantised:
                 k = k_ring.tile(fill).load(_k_layout(block, k_ring.columns))
                 k_ring.release(fill)
@@ -251,6 +260,9 @@ def attend_few(work, queue, q_tile, p_tiles, k_ring, v_ring):
                 v_ring.release(fill)
             fill = k_ring.after(fill)
             turn = turn ^ 1
+        if work.packed > 0:
+            q_ring.release(q_fill)
+            q_turn = work.next_q(q_turn)
         weight = gl.sum(total, 0) + before
         seen_any = weight > 0.0
         lse = gl.where(seen_any, (maximum + gl.log2(weight)) * LN_2, float("-inf"))

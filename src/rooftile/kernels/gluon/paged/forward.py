@@ -106,9 +106,10 @@ def _kind_of_call(
     block = config.block
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
     # only say what a tile of Q consists of.
-    boxes = not config.few and group_size in (1, 2, 4, 8, 16, 32, 64)
-    q_box = describe_packed(q, group_size if boxes else 1, 64)
-    o_box = describe_packed(q.new_empty(tokens, num_heads, v_dim), group_size if boxes else 1, 64)
+    rows = config.few or 64
+    boxes = rows % group_size == 0 and not (config.few and quantised)
+    q_box = describe_packed(q, group_size if boxes else 1, rows)
+    o_box = describe_packed(q.new_empty(tokens, num_heads, v_dim), group_size if boxes else 1, rows)
     packed = group_size if boxes else 0
     attend = Launch(
         paged_kernel,

@@ -157,13 +157,18 @@ def paged_kernel(
     if few > 0:
         dtype: gl.constexpr = gl.float16 if quantised else k_desc.dtype  # of products
         q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, k_dim], dtype)
-        q_tile = gl.allocate_shared_memory(dtype, [few, k_dim], q_layout)
+        if packed > 0:
+            q_ring = new_page_ring(q_desc, few, k_dim, q_stages, 1)
+            q_gathered = q_ring.ring.buffers.index(0)  # of no use
+        else:
+            q_ring = k_ring  # of no use
+            q_gathered = gl.allocate_shared_memory(dtype, [few, k_dim], q_layout)
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, block], dtype)
         p_tiles = gl.allocate_shared_memory(dtype, [2, few, block], p_layout)
         gl.warp_specialize(
             [
-                (attend_few, (work, queue, q_tile, p_tiles, k_ring, v_ring)),
-                (load_items, (work, queue, q_desc, k_desc, v_desc, k_ring, k_ring, v_ring)),
+                (attend_few, (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring)),
+                (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
             ],
             [1],
             [producer_registers],

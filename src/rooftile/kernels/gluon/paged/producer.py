@@ -38,9 +38,9 @@ def _look_up(work, table, tile, first_key, kv_len, pages: gl.constexpr):
     rows: gl.constexpr = work.block // pages
     found = ()
     for p in gl.static_range(pages):
-        key = tile * work.block + p * rows
-        needed = _valid_rows(work, key, first_key, kv_len, rows) > 0
-        found = found + (gl.load(table + key // work.page_size, mask=needed, other=0),)  # noqa: RUF005
+        needed = _valid_rows(work, tile * work.block + p * rows, first_key, kv_len, rows) > 0
+        entry = tile * pages + p if pages > 1 else tile // (work.page_size // work.block)
+        found = found + (gl.load(table + entry, mask=needed, other=0),)  # noqa: RUF005
     return found
 
 
@@ -49,11 +49,20 @@ def _load_tile(
     work, ring, fill, desc, found, tile, first_key, kv_len, kv_head, pitch, pages: gl.constexpr
 ):
     rows: gl.constexpr = work.block // pages
+    inside = 0
+    if pages == 1:
+        inside = tile % (work.page_size // work.block) * work.block
     ring.acquire(fill)
-    for p in gl.static_range(pages):
-        key = tile * work.block + p * rows
-        valid = _valid_rows(work, key, first_key, kv_len, rows)
-        ring.load(fill, p, desc, found[p] * pitch + key % work.page_size, kv_head, valid)
+    whole = (tile + 1) * work.block <= kv_len
+    if work.has_left:
+        whole = whole & (tile * work.block >= first_key)
+    if whole:  # fewer numbers to work out: one warp issues all boxes
+        for p in gl.static_range(pages):
+            ring.load(fill, p, desc, found[p] * pitch + inside, kv_head, rows)
+    else:
+        for p in gl.static_range(pages):
+            valid = _valid_rows(work, tile * work.block + p * rows, first_key, kv_len, rows)
+            ring.load(fill, p, desc, found[p] * pitch + inside, kv_head, valid)
 
 
 @gluon.jit
