@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_choice_is_the_kernels_own_table() -> None:
 
 
 def test_the_table_is_read_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [n for n in sys.modules if n.startswith("rooftile.kernels.gluon")]:
+    for name in [n for n in sys.modules if n.startswith(("rooftile.kernels.gluon", "rooftile_h"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert tiles.choice(attention_case(CASE), "h200").tile.block == 128
@@ -73,9 +74,55 @@ def test_another_tile_and_a_drawing(tmp_path: Path) -> None:
     assert "<svg" in file.read_text()
 
 
+def test_timelines_keep_to_the_terminal_and_tables_are_never_cut() -> None:
+    for operator, case in (
+        ("attention", CASE),
+        ("decode", "b3 1k h8/2 d64"),
+        ("gemm", "2176x2176x4096"),
+    ):
+        for columns in (40, 80):
+            arguments = ["explain", operator, case]
+            result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
+            lines = result.output.splitlines()
+            drawn = [line for line in lines if line.endswith("|")]
+            assert drawn
+            assert max(map(len, drawn)) <= columns
+            assert "…" not in result.output
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    code = (
+        "import sys; from rooftile.cli import tiles; from rooftile.planning import attention_case as a;"
+        f"tiles.choice(a.attention_case({CASE!r}), 'h200'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("operator", ["attention", "decode", "gemm"])
+def test_a_plot_that_cannot_be_written_is_refused_at_once(operator: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    case = {"attention": CASE, "decode": "b1 8k h8 d64", "gemm": "9x9x9"}[operator]
+    for plot, message in (
+        ("x", "must end in one of .png, .svg, .pdf"),
+        ("x.gif", "must end in one of"),
+        ("nowhere/x.png", "create"),
+    ):
+        arguments = ["explain", operator, case, "--plot", str(tmp_path / plot)]
+        result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+        assert result.exit_code == 1
+        assert message in result.output
+        assert "|" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["attention", "b1 s99999999999999 h1 d64"], "too large"),
+        (["attention", "b16777216 s16777216 h1 d64"], "queries in all; at most"),
+        (["decode", "b100000 1k h32/8 d128"], "800,000 query tiles"),
+        (["decode", "b1 1k q9999999 h1 d64"], "query tiles over all kv heads"),
+        (["gemm", "9999999x9999999x1"], "tiles; at most"),
+        (["gemm", "1x1x99999999999999999999"], "too large"),
         (["sampling", CASE], "nothing to explain about 'sampling'"),
         (["attention", "b1 s1"], "no 'h' word"),
         (["attention", CASE, "-m", "abacus"], "no machine 'abacus'"),

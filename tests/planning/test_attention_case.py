@@ -19,6 +19,7 @@ from rooftile.planning.attention_case import attention_case
         ("b64 s16..8192 h16/16 d128 full", "b64 s16..8192 h16/16 d128 full"),
         ("b64 s16..8192 h16 d128 varlen", "b64 s16..8192 h16/16 d128 full"),
         ("varlen b4 s4096 h8 d64 causal", "b4 s4096 h8/8 d64 causal varlen"),
+        ("b02 s007/0009 h08 d064", "b2 s7/9 h8/8 d64 full"),
     ],
 )
 def test_names_have_one_normal_form(text: str, name: str) -> None:
@@ -57,6 +58,10 @@ def test_drawn_lengths_stay_between_their_bounds(low: int, more: int, batch: int
         ("b1 s9..3 h1 d1", "s9..3 must go up"),
         ("b0 s4 h1 d4", "give b1 or more"),
         ("", "no 'b' word"),
+        ("b\u0661 s1 h1 d1", "is not understood"),
+        ("b1 s1..99999999999999999999 h1 d64", "too large; no number goes beyond 16,777,216"),
+        ("b1 s16777217 h1 d64", "'s16777217' is too large"),
+        (f"b1 s{'9' * 5000} h1 d64", "too large"),
     ],
 )
 def test_refusals_name_the_word(text: str, message: str) -> None:

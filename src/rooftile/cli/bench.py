@@ -16,14 +16,17 @@ from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
 from rooftile.cli.options import EngineOptions, with_options
+from rooftile.cli.tables import print_whole
 from rooftile.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from rooftile.bench.host import Host
     from rooftile.bench.measure import Timing
     from rooftile.bench.results import Result
+    from rooftile.bench.start_up import StartUp
     from rooftile.models.config import DecoderConfig
     from rooftile.planning.roofline import Bound
 
@@ -77,6 +80,14 @@ def bench_engine(
     threads: Annotated[
         int | None, typer.Option(help="Threads of torch (default: torch's own choice).")
     ] = None,
+    start_up: Annotated[
+        bool,
+        typer.Option(
+            "--start-up/--no-start-up",
+            help="First start each engine in a process of its own: seconds to the first token, "
+            "imports included, and the most memory.",
+        ),
+    ] = True,
     save: Annotated[
         bool, typer.Option("--save", help="Append to benchmarks/results/<machine>/engine.jsonl.")
     ] = False,
@@ -118,6 +129,8 @@ def bench_engine(
         torch.set_num_threads(threads)
     console, machine = Console(highlight=False), host()
     model = resolve_model(engine.model, engine.random_weights)
+    names = [Engine.name, *(peer.name for peer in rivals)]
+    starts = _start_ups(console, names, model, engine) if start_up else {}
     llm = loading.load_llm(engine)
     contenders: list[Contender] = [
         Engine(llm),
@@ -146,29 +159,60 @@ def bench_engine(
 
         with console.status(f"{one.name}: {one.what}"):
             timings = measure(contenders, one, draw, repeats)
-        bound = _bound(llm.model_config, draw(1), machine)
+        bound = _bound(llm.model_config, draw(1), machine, engine.quantization)
         _add_row(table, one, timings, bound)
         if save:
-            case = _case(llm.model_name, one, num_requests, scale)
-            result = _result(case, one, timings, bound, torch.get_num_threads())
+            case = _case(llm.model_name, one, engine.quantization, num_requests, scale)
+            result = _result(case, one, timings, bound, torch.get_num_threads(), starts)
             path = append(result, machine, output or DIRECTORY)
-    console.print(table)
+    print_whole(console, table)
     for one in chosen:
         console.print(f"{one.name}: {one.what}; counts {COUNTED[one.measure]}", style="dim")
     if save:
-        console.print(f"appended to {path}", markup=False)
+        console.print(f"appended to {path}", markup=False, soft_wrap=True)
 
 
-def _bound(config: DecoderConfig, requests: list[Request], machine: Host) -> Bound | None:
+def _start_ups(
+    console: Console, names: list[str], model: str, engine: EngineOptions
+) -> dict[str, StartUp]:
+    """Of each engine, one after the other, shown in a table."""
+    from dataclasses import asdict
+
+    import torch
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from rooftile.bench.start_up import start_up
+
+    options = {name: value for name, value in asdict(engine).items() if name != "model"}
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("engine", "seconds to the first token", "peak MB"):
+        table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
+    found = {}
+    for name in names:
+        with console.status(f"starting {name}"):
+            found[name] = start_up(name, model, options, torch.get_num_threads())
+        seconds, peak = found[name].seconds, found[name].peak_bytes
+        table.add_row(name, f"{seconds:.1f}", f"{peak / 1e6:.0f}")
+    console.print(table)
+    return found
+
+
+def _bound(
+    config: DecoderConfig, requests: list[Request], machine: Host, quantization: str
+) -> Bound | None:
     from rooftile.bench.model_cost import least_seconds
     from rooftile.planning.hardware import MACHINES
 
     known = MACHINES.get(machine.slug)
-    return None if known is None else least_seconds(config, requests, known)
+    return None if known is None else least_seconds(config, requests, known, quantization)
 
 
-def _case(model: str, workload: Workload, num_requests: int | None, scale: float) -> str:
-    changed = f" requests{num_requests}" if num_requests is not None else ""
+def _case(
+    model: str, workload: Workload, quantization: str, num_requests: int | None, scale: float
+) -> str:
+    changed = f" {quantization}" if quantization != "none" else ""
+    changed += f" requests{num_requests}" if num_requests is not None else ""
     changed += f" scale{scale:g}" if scale != 1 else ""
     return f"{model.lower()} {workload.name}{changed}"
 
@@ -211,7 +255,12 @@ def _share(timing: Timing, bound: Bound) -> float:
 
 
 def _result(
-    case: str, workload: Workload, timings: list[Timing], bound: Bound | None, threads: int
+    case: str,
+    workload: Workload,
+    timings: list[Timing],
+    bound: Bound | None,
+    threads: int,
+    starts: dict[str, StartUp],
 ) -> Result:
     from rooftile.bench.results import Result
 
@@ -230,4 +279,6 @@ def _result(
         roofline_share=None if bound is None else _share(ours, bound),
         bound=None if bound is None else bound.unit,
         peers={other.contender: other.microseconds() for other in others},
+        start_up_seconds={name: start.seconds for name, start in starts.items()},
+        peak_bytes={name: start.peak_bytes for name, start in starts.items()},
     )

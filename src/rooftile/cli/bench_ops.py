@@ -79,6 +79,7 @@ def bench_ops(
     from rooftile.bench.ops.registry import suite_of
     from rooftile.bench.ops.run import measure
     from rooftile.bench.results import DIRECTORY, append
+    from rooftile.cli.tables import print_whole
     from rooftile.planning.hardware import MACHINES
 
     suite = suite_of(operator)
@@ -88,9 +89,9 @@ def bench_ops(
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no GPU; choose cpu")
     if plot is not None:
-        from rooftile.bench.ops.plot import draw, load_matplotlib
+        from rooftile.bench.ops.plot import check_plot, draw
 
-        load_matplotlib()  # says what is missing before anything is measured
+        check_plot(plot)  # says what is missing before anything is measured
     default = suite.gpu if where.type == "cuda" else suite.cpu
     console, machine = Console(highlight=False), host()
     known = MACHINES.get(machine.slug) if bool(machine.gpus) == (where.type == "cuda") else None
@@ -119,12 +120,12 @@ def bench_ops(
             f"{max(row.error for row in rows):.1e}",
             soft_wrap=True,
         )
-        console.print(_table(results, chosen_peers))
+        print_whole(console, _table(results, chosen_peers))
     if save and rows:
-        console.print(f"appended to {path}", markup=False)
+        console.print(f"appended to {path}", markup=False, soft_wrap=True)
     if plot is not None:
         draw(rows, f"{operator} forward, {dtype}, {name}", plot)
-        console.print(f"drawn in {plot}", markup=False)
+        console.print(f"drawn in {plot}", markup=False, soft_wrap=True)
 
 
 def _names(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import typer
 
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions, with_options
+from rooftile.cli.tables import print_whole
 
 
 @with_options(engine=EngineOptions)
@@ -47,5 +48,5 @@ def bench_quality(
         first = found if first is None else first
         table.add_row(quantization, f"{found:.4f}", f"{found / first - 1:+.2%}")
     console = Console(highlight=False)
-    console.print(table)
+    print_whole(console, table)
     console.print(f"{tokens} tokens in windows of {window}; loss in nats a token", style="dim")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rooftile.cli.tables import print_whole
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -114,7 +116,7 @@ def bench_serve(
         raise typer.Exit(1)
     how = f"{load.concurrency} at a time" if rate is None else f"{rate:g} a second, at random"
     console.print(f"{name} at {url}: {num_requests} requests, {how}", markup=False)
-    console.print(_table(report))
+    print_whole(console, _table(report))
     console.print(_throughput(report), markup=False)
     if json_file is not None:
         report.write_json(json_file, {"url": url, "model": name})

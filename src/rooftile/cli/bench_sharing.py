@@ -10,6 +10,7 @@ import typer
 from rooftile.bench import sharing
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions, with_options
+from rooftile.cli.tables import print_whole
 
 
 @with_options(engine=EngineOptions)
@@ -89,9 +90,9 @@ def bench_sharing(
         f"{llm.model_name}, pages of {engine.page_size} tokens, {num_prompts} prompts at once",
         soft_wrap=True,
     )
-    console.print(table)
+    print_whole(console, table)
     if save:
-        console.print(f"appended to {path}", markup=False)
+        console.print(f"appended to {path}", markup=False, soft_wrap=True)
 
 
 def _shape(name: str) -> sharing.Lengths:

@@ -45,7 +45,7 @@ class FriendlyGroup(TyperGroup):
             if asked is None or ctx.params.get("debug"):
                 raise
             print_error(
-                f"not enough memory for {asked[1]}; take a smaller --num-pages, --max-num-seqs, "
-                f"--max-model-len or model"
+                f"not enough memory for {asked[1]}; ask for less: a smaller model or case, or a "
+                f"smaller --num-pages, --max-num-seqs or --max-model-len"
             )
             raise typer.Exit(1) from error

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BAR = 24  # characters
 TIMETABLE = 64
 SHOWN_BLOCKS = 4
+MOST_QUERIES = 1 << 26
 
 
 def explain(
@@ -46,6 +47,10 @@ def explain(
     2176x2176x4096 (m, n, k): the same for the tiles of a matrix product, scheme by scheme. Nothing runs: a model made
     of data-sheet rates and counted work, with latencies left out.
     """
+    if plot is not None:
+        from rooftile.bench.ops.plot import check_plot
+
+        check_plot(plot)
     if operator == "decode":
         from rooftile.cli.explain_decode import explain_decode
 
@@ -67,6 +72,7 @@ def explain(
 
     from rich.console import Console
 
+    from rooftile.cli.tables import print_whole
     from rooftile.cli.tiles import choice
     from rooftile.planning.attention_case import attention_case
     from rooftile.planning.cores import core_of
@@ -75,6 +81,11 @@ def explain(
     console = Console(highlight=False, soft_wrap=True)
     call, core = attention_case(case), core_of(machine)
     chosen = choice(call, machine)
+    queries = sum(call.q_lens)
+    if queries > MOST_QUERIES:
+        raise ValueError(
+            f"case {case!r} has {queries:,} queries in all; at most {MOST_QUERIES:,} can be explained"
+        )
     for name, value in (("rows", rows), ("block", block)):
         if value is not None and (value < 16 or value % 16):
             raise ValueError(f"{name} is {value}; it must be a multiple of 16")
@@ -90,7 +101,7 @@ def explain(
         console.print(f"Shown instead, as asked: {tile.rows} rows by {tile.block} keys.")
     if not line.fits:
         console.print("This tile does not fit the core's memory.", style="yellow")
-    console.print(_stages(line))
+    print_whole(console, _stages(line))
     console.print(f"Overlap: {core.how}.")
     _say_ceiling(console, line, call)
     if not line.binds.startswith(("matrix", "exp", "vector")):
@@ -162,17 +173,19 @@ def _say_ceiling(console: Console, line: Pipeline, case: AttentionCase) -> None:
 
 def _say_timetable(console: Console, line: Pipeline, chosen: Choice) -> None:
     """Units down, time across, each block a digit: the first blocks of a tile."""
+    from rooftile.cli.tables import timeline_width
     from rooftile.planning.timetable import timetable
 
     events = timetable(line, SHOWN_BLOCKS, chosen.streams)
     end = max(event.end for event in events)
+    width = timeline_width(console, TIMETABLE, beside=17)
     console.print(f"The first {SHOWN_BLOCKS} blocks, {end:.0f} clocks from left to right:")
     units = list(dict.fromkeys(event.unit for event in events))
     for unit in units:
-        cells = [" "] * TIMETABLE
+        cells = [" "] * width
         for event in events:
             if event.unit == unit:
-                first = int(event.start / end * TIMETABLE)
-                last = max(first + 1, int(event.end / end * TIMETABLE))
-                cells[first:last] = [str(event.block)] * (min(last, TIMETABLE) - first)
+                first = int(event.start / end * width)
+                last = max(first + 1, int(event.end / end * width))
+                cells[first:last] = [str(event.block)] * (min(last, width) - first)
         console.print(f"  {unit:13s}|{''.join(cells)}|", markup=False)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 64  # characters of the longest timeline
 SHOWN_SMS = 12
+MOST_STRIPS = 1 << 16
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -21,17 +22,26 @@ def explain_decode(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
     from rich.console import Console
 
+    from rooftile.cli.tables import timeline_width
     from rooftile.planning.cores import core_of
     from rooftile.planning.decode_case import decode_case
     from rooftile.planning.split_cost import split_spec
+    from rooftile.planning.split_kv import Layout
     from rooftile.planning.split_timeline import equal_splits, naive, planned
 
     console = Console(highlight=False, soft_wrap=True)
     call, device = decode_case(case), core_of(machine).machine
     spec = split_spec(call, device)
+    strips = Layout(spec).query_tiles * spec.num_kv_heads
+    if strips > MOST_STRIPS:
+        raise ValueError(
+            f"case {case!r} has {strips:,} query tiles over all kv heads; at most {MOST_STRIPS:,} can be "
+            f"explained, so ask for fewer requests, queries or heads"
+        )
     timelines = [f(spec, call.q_lens, call.kv_lens) for f in (naive, equal_splits, planned)]
     _say_case(console, call, device)
     longest = max(timeline.clocks for timeline in timelines)
+    width = timeline_width(console, WIDTH, beside=11)
     drawn: list[tuple[int, str]] = []
     for timeline in timelines:
         console.print(
@@ -40,7 +50,7 @@ def explain_decode(case: str, machine: str, plot: Path | None) -> None:
             + (f", {timeline.parts} parts to merge" if timeline.parts else ""),
             style="bold",
         )
-        rows = _rows(timeline, longest)
+        rows = _rows(timeline, longest, width)
         if rows == drawn:
             console.print("  as above: there are strips enough for every SM")
             continue
@@ -68,17 +78,17 @@ def _say_case(console: Console, case: DecodeCase, machine: Machine) -> None:
     )
 
 
-def _rows(timeline: Timeline, longest: int) -> list[tuple[int, str]]:
+def _rows(timeline: Timeline, longest: int, width: int) -> list[tuple[int, str]]:
     """Some SMs, each with its line of letters; dots are idle."""
     every = -(-timeline.sms // SHOWN_SMS)
-    rows = {sm: [" "] * WIDTH for sm in range(0, timeline.sms, every)}
+    rows = {sm: [" "] * width for sm in range(0, timeline.sms, every)}
     for cells in rows.values():
-        end = -(-timeline.clocks * WIDTH // max(longest, 1))
+        end = -(-timeline.clocks * width // max(longest, 1))
         cells[:end] = ["."] * end
     for busy in timeline.work:
         if busy.sm in rows:
-            first = busy.start * WIDTH // longest
-            last = max(first + 1, busy.end * WIDTH // longest)
+            first = busy.start * width // longest
+            last = max(first + 1, busy.end * width // longest)
             letter = LETTERS[busy.request % len(LETTERS)]
-            rows[busy.sm][first:last] = [letter] * (min(last, WIDTH) - first)
+            rows[busy.sm][first:last] = [letter] * (min(last, width) - first)
     return [(sm, "".join(cells)) for sm, cells in rows.items()]

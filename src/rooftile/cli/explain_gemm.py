@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WIDTH = 64  # characters of the longest timeline
 SHOWN_SMS = 12
+MOST_TILES = 1 << 16
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MARKS = {"publish": ">", "wait": ".", "fixup": "+"}
 
@@ -23,6 +24,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
     from rich.console import Console
 
+    from rooftile.cli.tables import timeline_width
     from rooftile.planning.cores import core_of
     from rooftile.planning.stream_k import product_of
     from rooftile.planning.stream_k_cost import choose, machinery, schemes, timeline
@@ -30,16 +32,23 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     product, device = product_of(case), core_of(machine).machine
     choice = choose(product, device)
+    tiles = choice.decomposition.tiles
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"case {case!r} has {tiles:,} tiles; at most {MOST_TILES:,} can be explained, so ask for a "
+            f"smaller m or n"
+        )
     shown = schemes(choice.decomposition, device)
     costs = machinery(device).of(choice.decomposition.tiling)
     timelines = [(plan, timeline(plan, costs)) for plan in shown]
     _say_choice(console, choice, device)
     longest = max(span.end for _, spans in timelines for span in spans)
+    width = timeline_width(console, WIDTH, beside=11)
     for plan, spans in timelines:
         console.print(_title(plan, spans, device), style="bold")
         for cta in range(0, plan.num_ctas, -(-plan.num_ctas // SHOWN_SMS)):
             mine = [span for span in spans if span.cta == cta]
-            console.print(f"  SM {cta:3d} |{_row(mine, longest)}|", markup=False)
+            console.print(f"  SM {cta:3d} |{_row(mine, longest, width)}|", markup=False)
     console.print(
         "A letter is a tile; > its part is published, . waits for a part, + adds one. A step along K "
         f"takes {costs.iteration * 1e6:.2f} us, a segment {costs.setup * 1e6:.2f} more, publishing "
@@ -77,11 +86,11 @@ def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:
     )
 
 
-def _row(spans: Sequence[Span], longest: float) -> str:
-    cells = [" "] * WIDTH
+def _row(spans: Sequence[Span], longest: float, width: int) -> str:
+    cells = [" "] * width
     for span in spans:
-        first = int(span.start / longest * WIDTH)
-        last = max(first + 1, int(span.end / longest * WIDTH))
+        first = int(span.start / longest * width)
+        last = max(first + 1, int(span.end / longest * width))
         mark = MARKS.get(span.kind) or LETTERS[span.tile % len(LETTERS)]
-        cells[first:last] = [mark] * (min(last, WIDTH) - first)
+        cells[first:last] = [mark] * (min(last, width) - first)
     return "".join(cells)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rooftile
 from rooftile.planning.attention_case import AttentionCase
 from rooftile.planning.pipeline import Tile
 
@@ -62,22 +63,20 @@ def _hopper(case: AttentionCase) -> Choice:
 
 
 def _hopper_table() -> Any:
-    """The module of the Hopper kernel's configurations, which itself needs no Triton."""
-    name = "rooftile.kernels.gluon.attention.config"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:  # its package needs Triton
-        package = importlib.util.find_spec("rooftile.kernels.gluon")
-        assert package is not None
-        assert package.origin is not None
-        path = Path(package.origin).parent / "attention" / "config.py"
-        spec = importlib.util.spec_from_file_location("rooftile_hopper_attention_config", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
+    """The module of the Hopper kernel's configurations, without its package, which needs Triton and
+    torch and takes seconds to load.
+    """
+    name = "rooftile_hopper_attention_config"
+    if name in sys.modules:
+        return sys.modules[name]
+    path = Path(rooftile.__path__[0]) / "kernels" / "gluon" / "attention" / "config.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def _portable(case: AttentionCase) -> Choice:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from dataclasses import dataclass
 
+from rooftile.planning.case_words import words_of
 from rooftile.planning.roofline import Work, attention_work
 
 _WORDS = "b4 s4096 h32/8 d128 causal"
@@ -62,17 +62,9 @@ def attention_case(text: str) -> AttentionCase:
     Lengths `sLOW..HIGH` are log-uniform, the same ones on every machine.
 
     Raises:
-        ValueError: a word that is not understood, missing, or given twice.
+        ValueError: a word that is not understood, missing, or given twice; a number too large.
     """
-    found: dict[str, re.Match[str]] = {}
-    for word in text.split():
-        matches = {key: re.fullmatch(form, word) for key, form in _FORMS.items()}
-        key, match = next(((k, m) for k, m in matches.items() if m), ("", None))
-        if match is None:
-            raise ValueError(f"case {text!r}: {word!r} is not understood; write {_WORDS!r}")
-        if key in found:
-            raise ValueError(f"case {text!r} says {word!r} after {found[key][0]!r}; give one")
-        found[key] = match
+    found = words_of(text, _FORMS, _WORDS)
     missing = [name for name in ("b", "s", "h", "d") if name not in found]
     if missing:
         raise ValueError(f"case {text!r} has no {missing[0]!r} word; write {_WORDS!r}")
@@ -100,7 +92,7 @@ def attention_case(text: str) -> AttentionCase:
         )
     causal = "mask" in found and found["mask"][0] == "causal"
     ragged = kind == ".." or "layout" in found
-    length = f"s{first}" + (f"{kind}{second}" if kind and (kind == ".." or low != high) else "")
+    length = f"s{low}" + (f"{kind}{high}" if kind and (kind == ".." or low != high) else "")
     dim = f"d{dims[0]}" + (f"/{dims[1]}" if dims[0] != dims[1] else "")
     name = f"b{batch} {length} h{heads[0]}/{heads[1]} {dim} {'causal' if causal else 'full'}"
     name += " varlen" if "layout" in found and kind != ".." else ""

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from rooftile.planning.case_words import check_numbers
+
 Scheme = Literal["data-parallel", "split-k", "stream-k", "hybrid"]
 
 
@@ -46,11 +48,14 @@ def product_of(text: str) -> Product:
     """The product that a case such as `2176x2176x4096` (m, n, k) names.
 
     Raises:
-        ValueError: the text is not understood.
+        ValueError: the text is not understood, or a number too large.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip(), re.ASCII)
     if match is None:
-        raise ValueError(f"case {text!r} is not understood; write m, n and k as '2176x2176x4096'")
+        raise ValueError(
+            f"case {text!r:.80} is not understood; write m, n and k as '2176x2176x4096'"
+        )
+    check_numbers(match[0], f"case {text!r:.80}")
     m, n, k = map(int, match.groups())
     return Product(m, n, k)
 

@@ -1,4 +1,8 @@
-"""Rows as bars: one panel for each head dim and mask, lengths along it, as the FlashAttention papers do."""
+"""Rows as bars, as the FlashAttention papers draw them.
+
+Attention has one panel for each head dim and mask, lengths along it; other operators have one for
+each group of cases.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,38 @@ from rooftile.planning.attention_case import AttentionCase, attention_case
 # Colours that remain apart in grey and to colour-blind eyes (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True)
 class Panel:
-    """bars: who -> TFLOP/s for each label, None where it did not run."""
+    """bars: who -> speed for each label, None where it did not run; unit: of the speeds."""
 
     title: str
+    unit: str
     labels: list[str]
     bars: dict[str, list[float | None]]
 
 
 def panels(rows: Sequence[OperatorResult]) -> list[Panel]:
-    """Rows of attention cases, grouped; peers come from the first row of their case."""
-    grouped: dict[str, dict[str, dict[str, float]]] = {}  # title -> label -> who -> TFLOP/s
+    """Rows grouped; peers come from the first row of their case. What computes nothing reads."""
+    computes = any(row.tflops for row in rows)
+    grouped: dict[str, dict[str, dict[str, float]]] = {}  # title -> label -> who -> speed
     order: list[str] = []  # ours first, then peers, as they appear
     for row in rows:
-        case = attention_case(row.case)
-        speeds = grouped.setdefault(_title(case), {}).setdefault(_label(case), {})
-        speeds[row.kernel] = row.tflops
+        title, label = _place(row)
+        speeds = grouped.setdefault(title, {}).setdefault(label, {})
+        speed = row.tflops if computes else row.tbps * 1e3
+        speeds[row.kernel] = speed
         order.append(row.kernel)
         for peer, us in row.peers.items():
-            speeds.setdefault(peer, row.tflops * row.us / us)
+            speeds.setdefault(peer, speed * row.us / us)
     order += [peer for row in rows for peer in row.peers]
     names = list(dict.fromkeys(order))
     return [
         Panel(
             title,
+            "TFLOP/s" if computes else "GB/s",
             list(cells),
             {
                 name: [cell.get(name) for cell in cells.values()]
@@ -74,13 +84,31 @@ def draw(rows: Sequence[OperatorResult], heading: str, path: Path) -> None:
             bars = axes.bar(at, heights, width, label=name, color=COLOURS[names.index(name) % 8])
             texts = ["" if v is None else f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in values]
             axes.bar_label(bars, texts, fontsize=6)
-        axes.set_xticks(range(len(panel.labels)), panel.labels, fontsize=8)
+        axes.set_xticks(
+            range(len(panel.labels)), panel.labels, fontsize=8 if len(panel.labels) < 8 else 5
+        )
         axes.set_title(panel.title, fontsize=9)
-        axes.set_ylabel("TFLOP/s")
+        axes.set_ylabel(panel.unit)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=7, ncols=4, frameon=False, loc="upper left")
         axes.margins(y=0.22)
     figure.savefig(path, dpi=150)
+
+
+def check_plot(path: Path) -> None:
+    """Whether a drawing can be written there, asked before anything is measured.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; says how to.
+        ValueError: an ending that is no format, or a directory that is not there.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"the plot {path} must end in one of {', '.join(FORMATS)}")
+    if path.is_dir():
+        raise ValueError(f"the plot {path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"the plot {path} lies in no directory; create {path.parent}")
+    load_matplotlib()
 
 
 def load_matplotlib() -> type:
@@ -92,6 +120,14 @@ def load_matplotlib() -> type:
             "plots need matplotlib; install it with: pip install 'rooftile[plot]'"
         ) from error
     return Figure
+
+
+def _place(row: OperatorResult) -> tuple[str, str]:
+    """Title of the panel that a row belongs to, and its label in it."""
+    if row.suite.split("_")[0] != "attention":
+        return row.suite, row.case.replace(" ", "\n").replace("x", "\nx")
+    case = attention_case(row.case)
+    return _title(case), _label(case)
 
 
 def _title(case: AttentionCase) -> str:
