@@ -33,7 +33,6 @@ from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
 from rooftile.ops.step import StepState, StepTensors, prepare_step
 from rooftile.types import AttentionPlan, PagedBatch
 
-
 # Up to here every size of a decode step is run before the first is captured: they differ in kernels
 # (few rows) and in what Triton compiles for (numbers that 16 divides, or not).
 WARM_SIZES = 24
