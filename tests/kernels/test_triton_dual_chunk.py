@@ -6,8 +6,10 @@ TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_dual_chunk.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from rooftile.kernels.reference import dual_chunk as reference
 from rooftile.kernels.reference import dual_chunk_rotary as rotary_reference
+from rooftile.kernels.reference import paged as plain_reference
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from tests.ops.accuracy import assert_rows_close
 from tests.ops.test_paged import fill
@@ -26,6 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rooftile.kernels.gluon import dual_chunk_decode
 from rooftile.kernels.triton import dual_chunk as kernel
 from rooftile.kernels.triton import dual_chunk_rotary
 
@@ -186,3 +190,28 @@ def test_queries(
     exact = rotary_reference.dual_chunk_rotary(q.double(), *rest)
     for got, expected in zip(dual_chunk_rotary.dual_chunk_rotary(q, *rest), exact, strict=True):
         assert_rows_close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("chunk_len", [8, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_as_three_requests(
+    chunk_len: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to Hopper's paged kernel, and what is made of its results."""
+    stand_in = SimpleNamespace(paged_attention=plain_reference.paged_attention)
+    monkeypatch.setattr(dual_chunk_decode, "paged", stand_in)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    g = torch.Generator().manual_seed(0)
+    lengths = [(1, 33), (0, 20), (1, 1), (1, 16), (1, 17), (1, 0), (1, 64)]
+    paged = fill(g, lengths, (6, 2), (12, 12), 8, dtype, padding=2, garbage=2**31 - 1)
+    queries = (paged.q, *(torch.randn(paged.q.shape, generator=g).to(dtype) for _ in range(2)))
+    batch = paged.batch
+    given = (batch.cu_seqlens_q, batch.kv_lens, batch.page_table)
+    tensors = (*queries, paged.k_pages, paged.v_pages)
+    exact = reference.paged_dual_chunk_attention(
+        *map(wide, tensors), *given, 1, 64, chunk_len, 0.0, 0.3
+    )
+    got = dual_chunk_decode.decode(
+        queries, paged.k_pages, paged.v_pages, *given, 64, chunk_len, 0.0, 0.3
+    )
+    assert_close(got, exact)

@@ -253,7 +253,7 @@ PAGED_DUAL_CHUNK = Operator(
     f"({_QUERIES}, Tensor k_pages, Tensor v_pages, Tensor cu_seqlens_q, Tensor kv_lens,"
     f" Tensor page_table, SymInt max_q_len, SymInt max_kv_len, {_OPTIONS}) -> (Tensor, Tensor)",
     module="dual_chunk",
-    families=("triton", "cpu", "torch", "reference"),
+    families=("gluon", "triton", "cpu", "torch", "reference"),
     call=_paged_call,
     fake=lambda q, q_succ, q_inter, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )

@@ -6,6 +6,7 @@ again as the portable one that does all in one launch.
 """
 # mypy: disable-error-code="no-untyped-def"
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import attention as plain
+from rooftile.kernels.gluon import paged
+from rooftile.kernels.gluon.dual_chunk_decode import decode
+from rooftile.kernels.triton.dual_chunk_paged import paged_dual_chunk_attention as portable
 
 SHORTEST_CHUNK = 2048  # below, launches do not fill the machine
 
@@ -125,10 +129,52 @@ def _merge(parts: list[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor, row: in
         )
 
 
+def paged_dual_chunk_attention(
+    q_intra: Tensor,  # [tokens, num_q_heads, k_dim]
+    q_succ: Tensor,  # [tokens, num_q_heads, k_dim]
+    q_inter: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    cu_seqlens_q: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    page_table: Tensor,  # [batch, max_pages]
+    max_q_len: int,
+    max_kv_len: int,
+    chunk_len: int,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
+    queries = (q_intra, q_succ, q_inter)
+    lengths = (cu_seqlens_q, kv_lens, page_table)
+    if max_q_len > 1 or q_intra.shape[0] == 0 or kv_lens.shape[0] == 0:
+        return portable(
+            *(*queries, k_pages, v_pages, *lengths),
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            chunk_len=chunk_len,
+            softcap=softcap,
+            scale=scale,
+        )
+    if len({x.stride() for x in queries}) > 1 or q_intra.stride(-1) != 1:
+        queries = (q_intra.contiguous(), q_succ.contiguous(), q_inter.contiguous())
+    return decode(queries, k_pages, v_pages, *lengths, max_kv_len, chunk_len, softcap, scale)
+
+
+def paged_supports(call: Any) -> str | None:
+    if call.chunk_len % call.page_size:
+        return f"chunks of {call.chunk_len} tokens are no whole pages of {call.page_size}"
+    return paged.supports(SimpleNamespace(**vars(call), kv_dtype=None))
+
+
 def supports(call: Any) -> str | None:
     if call.chunk_len < SHORTEST_CHUNK:
         return f"it is for chunks of at least {SHORTEST_CHUNK} tokens, not {call.chunk_len}"
     return plain.supports(call)
 
 
-KERNELS = {"dual_chunk_attention": Kernel(dual_chunk_attention, supports, efficiency=0.7)}
+KERNELS = {
+    "dual_chunk_attention": Kernel(dual_chunk_attention, supports, efficiency=0.7),
+    "paged_dual_chunk_attention": Kernel(
+        paged_dual_chunk_attention, paged_supports, efficiency=0.7
+    ),
+}
