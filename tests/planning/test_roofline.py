@@ -74,3 +74,11 @@ def test_decode_is_bound_by_memory_and_prefill_by_the_matrix_unit() -> None:
     forward = attention_work([16384], [16384], **shape)
     ratio = (forward.exps / B200.exps) / (forward.flops / B200.matrix_flops)
     assert ratio == pytest.approx(1.0)
+
+
+def test_quantised_weights_by_hand() -> None:
+    # 105 multiply-adds; 15 + 21 elements of 2 bytes, 35 of 0.625.
+    work = linear_work(3, 5, 7, quantised_bytes=0.625)
+    assert work == Work(flops=0, bytes=72 + 21.875, int8_flops=210)
+    machine = Machine("toy", 1, 1.0, 10, 1, 1e9)
+    assert least_time(work, machine).seconds == pytest.approx(210 / 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ class Result:
 
     us, us_p20, us_p80: microseconds of one run; tokens_per_second counts `counted` tokens
     ("prefill", "output" or "total"); peers: name -> us of the same run; roofline_share: least time
-    over measured time, with the unit that binds in `bound`, where the machine is described.
+    over measured time, with the unit that binds in `bound`, where the machine is described;
+    start_up_seconds, peak_bytes: of each engine in a process of its own, where that was asked for.
     """
 
     suite: str
@@ -35,6 +36,8 @@ class Result:
     roofline_share: float | None
     bound: str | None
     peers: dict[str, float]
+    start_up_seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

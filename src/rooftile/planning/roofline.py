@@ -10,11 +10,14 @@ from rooftile.planning.hardware import Machine
 
 @dataclass(frozen=True)
 class Work:
-    """flops: multiplications and additions; bytes: moved once each; exps: exponentials."""
+    """flops: multiplications and additions; bytes: moved once each; exps: exponentials;
+    int8_flops: those of `flops`' kind that are done on 8-bit integers, and so not in `flops`.
+    """
 
     flops: float
     bytes: float
     exps: float = 0.0
+    int8_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,23 @@ class Bound:
     unit: str
 
 
-def linear_work(tokens: int, in_features: int, out_features: int, itemsize: int = 2) -> Work:
-    """x [tokens, in] @ weight [out, in]^T, with x, weight and result read or written once."""
-    moved = tokens * in_features + in_features * out_features + tokens * out_features
-    return Work(flops=2.0 * tokens * in_features * out_features, bytes=float(itemsize * moved))
+def linear_work(
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    itemsize: int = 2,
+    quantised_bytes: float | None = None,
+) -> Work:
+    """x [tokens, in] @ weight [out, in]^T, with x, weight and result read or written once.
+
+    quantised_bytes: of a weight's number, scales included, where products are of 8-bit integers.
+    """
+    flops = 2.0 * tokens * in_features * out_features
+    moved = float(itemsize * tokens * (in_features + out_features))
+    weights = in_features * out_features
+    if quantised_bytes is None:
+        return Work(flops, moved + itemsize * weights)
+    return Work(0.0, moved + quantised_bytes * weights, int8_flops=flops)
 
 
 def attention_work(
@@ -64,7 +80,7 @@ def visible_pairs(q_len: int, kv_len: int) -> int:
 def least_time(work: Work, machine: Machine) -> Bound:
     """The units overlap perfectly, so the slowest one's time is the least."""
     times = {
-        "matrix": work.flops / machine.matrix_flops,
+        "matrix": work.flops / machine.matrix_flops + work.int8_flops / machine.int8_flops,
         "exp": work.exps / machine.exps,
         "memory": work.bytes / machine.bandwidth,
     }
