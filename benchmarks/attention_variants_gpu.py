@@ -286,13 +286,12 @@ def main() -> None:
         lambda: paged_dual_chunk([65536], 12288, 20),
         lambda: paged_dual_chunk([32768] * 8, 12288, 10),
         lambda: paged_dual_chunk([4096] * 32, 1024, 10),
-        lambda: differential(16384, 64, (16, 16), 6),
         lambda: differential(16384, 64, (16, 4), 6),
-        lambda: differential(16384, 128, (16, 4), 6),
         lambda: paged_differential([4096] * 32, 64, (16, 4), 10),
         lambda: paged_differential([65536], 64, (16, 4), 20),
-        lambda: paged_differential([4096] * 32, 128, (16, 4), 10),
         rotary,
+        lambda: differential(16384, 128, (16, 4), 6),
+        lambda: paged_differential([4096] * 32, 128, (16, 4), 10),
     ]
     for case in cases:  # one that fails does not stop the others
         try:
