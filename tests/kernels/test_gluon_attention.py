@@ -237,13 +237,17 @@ def test_ragged_without_any_key() -> None:
 
 @pytest.mark.parametrize("variant", [{"lazy": False}, {"software_share": 1}, {"software_share": 2},
                                      {"turns": 1}, {"stages": 3}, {"dynamic": "always"},
-                                     {"dynamic": "never"}, {"own_output": False}])  # fmt: skip
+                                     {"dynamic": "never"}, {"own_output": False},
+                                     {"overlapped": False}, {"groups": 1, "turns": 1},
+                                     {"sums_in_parts": True}])  # fmt: skip
 def test_every_switch(variant: dict[str, Any]) -> None:
     from dataclasses import replace
 
     q, k, v = normal(8, torch.bfloat16, (1, 400, 2, 64), (1, 500, 1, 64), (1, 500, 1, 64))
     config = replace(CONFIG.CONFIGS[64], **variant)
+    sink = torch.tensor([0.5, -3.0])
     check_dense(q, k, v, None, -1, 0, 0.0, 0.125, seed=3, config=config)
+    check_dense(q, k, v, sink, -1, -1, 0.0, 0.125, seed=4, config=config)
 
 
 def test_reasons_for_refusal() -> None:

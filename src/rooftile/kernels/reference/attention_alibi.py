@@ -39,7 +39,8 @@ def attention_alibi(
     *options: Any,  # left, right, softcap, scale
 ) -> tuple[Tensor, Tensor]:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
     offsets = torch.full((q.shape[0],), k.shape[1] - q.shape[1], device=q.device)
-    return attention_mods(q, k, v, sink, *options, KEY, (slopes, offsets), "", ())
+    rest = (sink, *options, KEY, (slopes, offsets), "", ())
+    return attention_mods(q, k, v, *rest)
 
 
 def attention_varlen_alibi(

@@ -17,6 +17,7 @@ class Config:
     overlapped: bool = True  # the softmax of a block runs under the product of the one before
     ctas: int = 1  # that share an SM
     lazy: bool = True
+    sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
     software_share: int = 0
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
@@ -26,6 +27,11 @@ class Config:
             raise ValueError(
                 f"stages is {self.stages}; overlapped products hold a V while they wait for the next "
                 f"K, so they need 2"
+            )
+
+        if self.turns not in (1, self.groups):
+            raise ValueError(
+                f"turns is {self.turns}; all {self.groups} warpgroups take turns, or none: 1"
             )
 
     @property

@@ -32,6 +32,7 @@ from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
     LOG2_E,
     OnlineSoftmax,
+    in_parts,
     rescale,
     soft_cap,
     start_softmax,
@@ -329,6 +330,8 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
             softmax = start_softmax_at_sink(sink, GROUP_ROWS, rows_of(S))
         else:
             softmax = start_softmax(GROUP_ROWS, rows_of(S))
+        if problem.sums_in_parts:
+            softmax = in_parts(softmax, GROUP_ROWS)
 
         slope = None
         if problem.has_alibi:
@@ -401,6 +404,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
         if problem.overlapped:
             o, weights = wait(0, deps=[o, weights])
             v_ring.release(v_fill)
+        softmax = softmax.joined(rows_of(S))
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
         out.reshape([GROUP_ROWS, v_dim]).store(o.to(dtype))
         fence_async_shared()

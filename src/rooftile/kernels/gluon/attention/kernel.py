@@ -65,6 +65,7 @@ def attention_kernel(
     turns: gl.constexpr,
     overlapped: gl.constexpr,
     lazy: gl.constexpr,
+    sums_in_parts: gl.constexpr,
     software_share: gl.constexpr,
     own_output: gl.constexpr,
     consumer_registers: gl.constexpr,
@@ -112,6 +113,7 @@ def attention_kernel(
         turns,
         overlapped,
         lazy,
+        sums_in_parts,
         software_share,
         own_output,
     )
@@ -201,6 +203,7 @@ def constants(
         ("turns", config.turns),
         ("overlapped", config.overlapped),
         ("lazy", config.lazy),
+        ("sums_in_parts", config.sums_in_parts),
         ("software_share", config.software_share),
         ("own_output", config.own_output),
         ("consumer_registers", config.consumer_registers),

@@ -54,6 +54,7 @@ class Problem:
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
     overlapped: gl.constexpr  # the softmax of a block runs under the product of the one before
     lazy: gl.constexpr
+    sums_in_parts: gl.constexpr  # see softmax.in_parts
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
 

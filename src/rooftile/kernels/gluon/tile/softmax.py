@@ -75,7 +75,7 @@ class OnlineSoftmax:
     """Running state per row: maximum in use (log2 units) and the sum of weights under it."""
 
     maximum: gl.tensor  # [rows] float32
-    total: gl.tensor  # [rows] float32
+    total: gl.tensor  # [rows] float32, or [rows, 8], see in_parts
 
     @gluon.jit
     def step(self, s, factor, lazy: gl.constexpr, software_share: gl.constexpr):
@@ -91,8 +91,23 @@ class OnlineSoftmax:
             maximum = gl.maximum(highest, self.maximum)
         p = exp2(s * factor - gl.expand_dims(maximum, 1), software_share)
         alpha = gl.exp2(self.maximum - maximum)
-        total = self.total * alpha + gl.sum(p, 1)
+        if len(self.total.shape) == 2:
+            rows: gl.constexpr = p.shape[0]
+            parts = gl.sum(p.reshape([rows, p.shape[1] // 8, 8]), 1)
+            layout: gl.constexpr = parts_layout(rows)
+            scale = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+            total = self.total * scale + gl.convert_layout(parts, layout)
+        else:
+            total = self.total * alpha + gl.sum(p, 1)
         return p, alpha, OnlineSoftmax(maximum, total)
+
+    @gluon.jit
+    def joined(self, layout: gl.constexpr):
+        """The same state with one sum a row, for the end; `layout` is that of the maximum."""
+        if len(self.total.shape) == 2:
+            return OnlineSoftmax(self.maximum, gl.convert_layout(gl.sum(self.total, 1), layout))
+        else:
+            return self
 
     @gluon.jit
     def reciprocal(self):
@@ -104,6 +119,28 @@ class OnlineSoftmax:
         """Natural logarithm of the sum of exponentials; -inf where a row saw nothing."""
         lse = (self.maximum + gl.log2(self.total)) * LN_2
         return gl.where(self.total > 0.0, lse, float("-inf"))
+
+
+@gluon.constexpr_function
+def parts_layout(rows):
+    """Of [rows, 8] sums of a warpgroup: each thread has the columns that it has of every 8 scores."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[rows, 8],
+    )
+
+
+@gluon.jit
+def in_parts(softmax, rows: gl.constexpr):
+    """A starting state whose sums are kept in eight parts a row, which saves the exchange between
+    lanes in every step."""
+    layout: gl.constexpr = parts_layout(rows)
+    first = gl.arange(0, 8, gl.SliceLayout(0, layout)) == 0
+    total = gl.expand_dims(gl.convert_layout(softmax.total, gl.SliceLayout(1, layout)), 1)
+    return OnlineSoftmax(softmax.maximum, gl.where(gl.expand_dims(first, 0), total, 0.0))
 
 
 @gluon.jit
