@@ -98,14 +98,17 @@ def test_demo_shows_the_sharing(demo_model: LLM, rooftile: Run) -> None:
 def test_bench_prints_and_saves(demo_model: LLM, rooftile: Run, tmp_path: Path) -> None:
     result = rooftile(
         "bench", "engine", "-m", "demo", "-w", "decode8", "-w", "parallel", "--num-requests", "2",
-        "--scale", "0.05", "--repeats", "2", "--save", "--output", str(tmp_path),
+        "--scale", "0.05", "--repeats", "1", "--save", "--output", str(tmp_path),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "decode8" in result.stdout
+    assert "seconds to the first token" in result.stdout
     (path,) = tmp_path.rglob("engine.jsonl")
     decode, parallel = (json.loads(line) for line in path.read_text().splitlines())
     assert decode["case"] == "smollm2-135m-instruct decode8 requests2 scale0.05"
-    assert decode["tokens_per_second"] == pytest.approx(2 * 6 / (decode["us"] * 1e-6), rel=0.2)
+    assert decode["tokens_per_second"] == pytest.approx(2 * 6 / (decode["us"] * 1e-6))
+    assert 0 < decode["start_up_seconds"]["rooftile"] < 120
+    assert decode["peak_bytes"]["rooftile"] > 100e6
     assert decode["peers"] == {}
     assert parallel["roofline_share"] is None  # its answers share their prompt's KV
 
