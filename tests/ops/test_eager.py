@@ -49,6 +49,13 @@ def test_what_is_wrong_stays_wrong_after_a_good_call() -> None:
             attention(q, k, v, softcap=-1.0)
         with pytest.raises(ValueError, match="does not exist"):
             attention(q, k, v, kernel="nothing")
+        with pytest.raises(ValueError, match=r"softcap is \[1.0\]"):
+            attention(q, k, v, softcap=[1.0])  # type: ignore[arg-type]
+        for window in ([[1], 2], {1: 2}):
+            with pytest.raises(ValueError, match="window is"):
+                attention(q, k, v, window=window)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="sink is 1.0; it must be a tensor"):
+            attention(q, k, v, sink=1.0)  # type: ignore[arg-type]
     good = torch.tensor([0, 5])
     attention_varlen(q[0], k[0], v[0], good, good)
     with pytest.raises(ValueError, match="decreases"):

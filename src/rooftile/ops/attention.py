@@ -70,15 +70,13 @@ def attention(
         NotImplementedError: an explicitly chosen kernel that cannot run the call.
     """
     kind = None
-    plain = (
-        score_mod is None and mask_mod is None and alibi_slopes is None and type(window) is not list
-    )
+    plain = score_mod is None and mask_mod is None and alibi_slopes is None
     if plain and undispatched(q, k, v, sink):
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(causal, window, softcap, softmax_scale, kernel),
-            None if sink is None else (sink.shape, sink.dtype, sink.device),
+            None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
         )
         run = _CHECKED.get(kind)
         if run is not None:
@@ -144,9 +142,7 @@ def attention_varlen(
     """
     name = "attention_varlen"
     kind = None
-    plain = (
-        score_mod is None and mask_mod is None and alibi_slopes is None and type(window) is not list
-    )
+    plain = score_mod is None and mask_mod is None and alibi_slopes is None
     if plain and undispatched(q, k, v, sink) and not contents_checked(cu_seqlens_q):
         lengths = (cu_seqlens_q, cu_seqlens_k)
         kind = (
@@ -154,7 +150,7 @@ def attention_varlen(
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(causal, window, softcap, softmax_scale, kernel, max_q_len, max_kv_len),
             *((x.shape, x.stride(), x.dtype, x.device) for x in lengths),
-            None if sink is None else (sink.shape, sink.dtype, sink.device),
+            None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
         )
         run = _CHECKED_VARLEN.get(kind)
         if run is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ def require(condition: bool, message: Callable[[], str]) -> None:
 
 
 def check_float(operator: str, **tensors: Tensor | None) -> None:
+    _check_tensors(operator, tensors)
     for name, tensor in tensors.items():
         if tensor is not None and str(tensor.dtype) not in FLOATS:
             raise ValueError(
@@ -37,6 +38,7 @@ def check_shape(
 
 def check_same(operator: str, **tensors: Tensor | None) -> None:
     """Same device and dtype as the first tensor."""
+    _check_tensors(operator, tensors)
     (first_name, first), *rest = [(n, t) for n, t in tensors.items() if t is not None]
     for name, tensor in rest:
         if tensor.dtype != first.dtype:
@@ -48,6 +50,7 @@ def check_same(operator: str, **tensors: Tensor | None) -> None:
 
 
 def check_device(operator: str, **tensors: Tensor | None) -> None:
+    _check_tensors(operator, tensors)
     (first_name, first), *rest = [(n, t) for n, t in tensors.items() if t is not None]
     for name, tensor in rest:
         if tensor.device != first.device:
@@ -55,3 +58,9 @@ def check_device(operator: str, **tensors: Tensor | None) -> None:
                 f"{operator}: {name} is on {tensor.device} but {first_name} is on {first.device}; "
                 f"move one of them"
             )
+
+
+def _check_tensors(operator: str, given: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{operator}: {name} is {tensor!r:.80}; it must be a tensor")

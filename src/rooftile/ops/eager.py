@@ -49,9 +49,18 @@ class CheckedCalls:
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Callable[..., Any]] = {}
-        self.get = self._found.get
 
-    def add(self, kind: Hashable, run: Callable[..., Any]) -> None:
+    def get(self, kind: Any) -> Callable[..., Any] | None:
+        try:
+            return self._found.get(kind)
+        except TypeError:  # a list, say, among the options: for the checks to judge
+            return None
+
+    def add(self, kind: Any, run: Callable[..., Any]) -> None:
+        try:
+            hash(kind)
+        except TypeError:
+            return
         if len(self._found) >= self.MOST:
             self._found.clear()
         self._found[kind] = run

@@ -66,7 +66,7 @@ def matmul(
         NotImplementedError: a gradient is asked of fp8, or no kernel can run the call.
     """
     name = "matmul"
-    chosen = activation or "none"
+    chosen = "none" if activation is None else activation
     require(
         chosen in ACTIVATIONS,
         lambda: (
