@@ -124,7 +124,9 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
             engine = "process" if on_gpu else "thread"
         return AsyncLLM(engine=engine, **settings)
 
-    def on_ready(_: Server) -> None:
+    def on_ready(running: Server) -> None:
+        tokens = running.service.llm.limits.kv_tokens
+        print(f"KV memory holds {tokens} tokens", file=sys.stderr, flush=True)
         print(f"{options.model} is ready at {address} (ctrl-C ends)", flush=True)
 
     import asyncio

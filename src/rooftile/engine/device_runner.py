@@ -20,6 +20,7 @@ from rooftile.engine.sampler import Sampler, logprob_tensors, read_logprobs
 from rooftile.engine.staging import Staging, starts_of
 from rooftile.engine.step import ScoreSlot, StepInput, StepOutput
 from rooftile.engine.transfer import Readback, upload
+from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.kvcache.spec import KVGroup
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import AttentionLayer, LayerKV
@@ -260,7 +261,8 @@ class DeviceRunner:
                     plan=None if call is None else plans[call],
                 )
         layers = [kv[layer] for layer in range(len(kv))]
-        hidden = self._decoder.forward(step.token_ids, step.positions, layers)
+        with weights_at_rest():
+            hidden = self._decoder.forward(step.token_ids, step.positions, layers)
         torch.index_select(hidden, 0, step.sample_tokens, out=self._sampled)
         return hidden
 

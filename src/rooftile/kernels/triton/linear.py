@@ -1,8 +1,8 @@
 """Linear layers for few rows in portable Triton: the weight is read once, as fast as memory gives it.
 
 A program takes some output features and all of the inner dimension; products are summed in float32 in
-registers and reduced once at the end. Its first weights are on their way before the kernel ahead has
-written x. The norm before a layer is computed by every program for itself, from rows that its caches
+registers and reduced once at the end. In an engine its first weights are on their way before the
+kernel ahead has written x (`weights_at_rest`). The norm before a layer is computed by every program for itself, from rows that its caches
 hold, and a gate multiplies two features of the same program. More rows than a few are the vendor's
 matrix product, through torch.
 """
@@ -21,6 +21,7 @@ from rooftile.kernels.triton.activation import gated, gated_activation
 from rooftile.kernels.triton.activation import supports as gate_supports
 from rooftile.kernels.triton.norm import rms_norm
 from rooftile.kernels.triton.pointwise import early, overlap, refusal, where
+from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 MOST_ROWS = 4
 TILE_ELEMENTS = 4096  # of the weight, that a program has on the way at once
@@ -107,6 +108,7 @@ def few_rows_kernel(
     has_norm: tl.constexpr,
     has_residual: tl.constexpr,
     gate: tl.constexpr,  # "": none; weight then has twice as many rows: gates, then values
+    ahead: tl.constexpr,  # weights may be read before the kernels before have finished
     overlapped: tl.constexpr,
 ):
     """Program: tile_out output features."""
@@ -115,11 +117,14 @@ def few_rows_kernel(
     exists = (n < out_features)[:, None]
     weight += n[:, None].to(tl.int64) * weight_stride + k[None, :]
     second = weight_stride.to(tl.int64) * out_features
+    if not ahead:
+        early(overlapped)
     following = tl.load(weight, mask=exists, other=0.0)
     following_value = following
     if gate != "":
         following_value = tl.load(weight + second, mask=exists, other=0.0)
-    early(overlapped)
+    if ahead:
+        early(overlapped)
     scale0, scale1, scale2, scale3 = 1.0, 1.0, 1.0, 1.0
     if has_norm:
         scale0 = _scale_of_row(x, residual, stream, eps, in_features, has_residual, norm_tile)
@@ -258,6 +263,7 @@ def _few_rows(
             has_norm=norm_weight is not None,
             has_residual=residual is not None,
             gate=activation,
+            ahead=are_weights_at_rest(),
             **overlap(x),
         )
     return out, stream

@@ -36,7 +36,7 @@ def refusal(call: Any) -> str | None:
 @triton.jit
 def early(overlapped: tl.constexpr):
     """Lets the next kernel start, and waits for what the ones before have written. To be called by
-    every program, before it reads anything but weights and before it writes.
+    every program, before it writes and before it reads anything but weights at rest.
     """
     if overlapped:
         cuda.gdc_launch_dependents()
