@@ -79,7 +79,7 @@ GROUPED_LINEAR = Operator(
     "grouped_linear",
     "(Tensor x, Tensor weight, Tensor group_sizes) -> Tensor",
     module="grouped_linear",
-    families=("torch", "reference"),
+    families=("triton", "torch", "reference"),
     call=lambda x, *_: GroupedLinearCall(x.device.type, x.dtype),
     fake=lambda x, weight, _: x.new_empty((x.shape[0], weight.shape[1])),
 )

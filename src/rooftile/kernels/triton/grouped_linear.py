@@ -1,0 +1,120 @@
+"""Linear layers of several groups in portable Triton, in one launch that does not wait for the host.
+
+How many rows a group has is known to the device only. So as many programs are launched as any sizes
+could need, and each finds its group by itself: a CUDA graph stays valid as sizes change. Runs in
+Triton's interpreter on a CPU (TRITON_INTERPRET=1 before the import; float16 and float32).
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.kernels import Kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit(do_not_specialize=["groups", "out_features", "in_features"])
+def grouped_linear_kernel(
+    x,
+    weight,
+    group_sizes,
+    out,
+    groups,
+    out_features,
+    in_features,
+    x_stride,
+    x_column_stride,
+    weight_group_stride,
+    weight_stride,
+    weight_column_stride,
+    out_stride,
+    padded_groups: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Program: a tile of some group's rows, and block_n output features."""
+    tile = tl.program_id(0)
+    column0 = tl.program_id(1) * block_n
+    g = tl.arange(0, padded_groups)
+    sizes = tl.load(group_sizes + g, mask=g < groups, other=0).to(tl.int32)
+    tiles = (sizes + (block_m - 1)) // block_m
+    group = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if group < groups:
+        before = g < group
+        start = tl.sum(tl.where(before, sizes, 0), 0)
+        end = start + tl.sum(tl.where(g == group, sizes, 0), 0)
+        row0 = start + (tile - tl.sum(tl.where(before, tiles, 0), 0)) * block_m
+        rows = row0 + tl.arange(0, block_m)
+        columns = column0 + tl.arange(0, block_n)
+        step = tl.arange(0, block_k)
+        row_exists = (rows < end)[:, None]
+        column_exists = (columns < out_features)[None, :]
+        x_at = x + rows[:, None].to(tl.int64) * x_stride
+        weight += group.to(tl.int64) * weight_group_stride
+        weight_at = weight + columns[None, :].to(tl.int64) * weight_stride
+        acc = tl.zeros([block_m, block_n], tl.float32)
+        for k0 in tl.range(0, in_features, block_k):
+            k = k0 + step
+            a = tl.load(
+                x_at + k[None, :] * x_column_stride,
+                mask=row_exists & (k < in_features)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                weight_at + k[:, None] * weight_column_stride,
+                mask=column_exists & (k < in_features)[:, None],
+                other=0.0,
+            )
+            acc = tl.dot(a, b, acc, input_precision=precision)
+        out_at = out + rows[:, None].to(tl.int64) * out_stride + columns[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_exists & column_exists)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
+    rows, in_features = x.shape
+    groups, out_features, _ = weight.shape
+    out = x.new_empty((rows, out_features))
+    if not out.numel():
+        return out
+    # Tiles near the rows that a group has when all have the same, which an average group fills.
+    block_m = min(max(16, triton.next_power_of_2(-(-rows // groups))), 128)
+    block_n = 128 if block_m > 16 else 64
+    # Every group may end in a tile that is not full; no more groups than rows have any.
+    most_tiles = rows // block_m + min(groups, rows)
+    grouped_linear_kernel[(most_tiles, triton.cdiv(out_features, block_n))](
+        *(x, weight, group_sizes, out, groups, out_features, in_features),
+        *(*x.stride(), *weight.stride(), out.stride(0)),
+        padded_groups=triton.next_power_of_2(groups),
+        block_m=block_m,
+        block_n=block_n,
+        block_k=64,
+        precision="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=8 if block_m == 128 else 4,
+        num_stages=3,
+    )
+    return out
+
+
+def supports(call: Any) -> str | None:
+    if INTERPRETED and call.device == "cpu":
+        if call.dtype not in (torch.float16, torch.float32):
+            return f"Triton's interpreter takes float16 and float32, not {call.dtype}"
+        return None
+    if call.device != "cuda":
+        return f"it needs a GPU, not a {call.device}"
+    if call.dtype == torch.float64:
+        return "it sums in float32"
+    return None
+
+
+# By name only until it was measured: the loop over groups of torch's products is faster for large
+# groups, but waits for the host.
+KERNELS = {"grouped_linear": Kernel(grouped_linear, supports, efficiency=0.25)}
