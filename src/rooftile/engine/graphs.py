@@ -85,6 +85,3 @@ class Graphs:
             finally:
                 graph.capture_end()
         return graph
-
-    def __len__(self) -> int:
-        return len(self._graphs)

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from rooftile.engine.step import PageUpdate, StepEntry, StepInput
+from rooftile.engine.step import PageUpdate, StepEntry
 from rooftile.ops.step import ENTRY, HEADER_WORDS, SAMPLE, UPDATE
 
 BUFFERS = 3  # steps in flight, and the one that is being written
@@ -128,7 +128,3 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
         starts.append(at)
         at += length
     return starts
-
-
-def step_tokens(step: StepInput) -> int:
-    return sum(len(entry.token_ids) for entry in step.entries)

@@ -26,7 +26,7 @@ from rooftile.kernels.weights_at_rest import are_weights_at_rest
 MOST_ROWS = 4
 TILE_ELEMENTS = 4096  # of the weight, that a program has on the way at once
 WANTED_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
-NORM_TILE = 1024
+MOST_NORM_TILE = 4096  # of a row, read at once for its norm: each read takes a trip to memory
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _few_rows(
             rows=rows,
             tile_out=tile_out,
             tile_in=tile_in,
-            norm_tile=NORM_TILE,
+            norm_tile=min(MOST_NORM_TILE, triton.next_power_of_2(in_features)),
             has_bias=bias is not None,
             has_norm=norm_weight is not None,
             has_residual=residual is not None,
