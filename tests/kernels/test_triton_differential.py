@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.kernels.reference import attention as attention_reference
 from rooftile.kernels.reference import differential as reference
 from tests.ops.test_paged import fill
 
@@ -23,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rooftile.kernels.gluon import differential as hopper
 from rooftile.kernels.triton import differential as kernel
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -161,3 +164,26 @@ def test_paged(
     tensors = (q1, q2, paged.k_pages, paged.v_pages, lam)
     exact = reference.paged_differential_attention(*map(wide, tensors), *rest)
     assert_close(kernel.paged_differential_attention(*tensors, *rest), exact)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_one_launch_of_plain_attention(
+    interleaved: bool, shared: bool, per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to Hopper's attention kernel, and what is made of its results."""
+    monkeypatch.setattr(hopper, "plain", SimpleNamespace(attention=attention_reference.attention))
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 9, 4, 2, 8, generator=g), torch.randn(2, 9, 2, 2, 8, generator=g)
+    v = torch.randn(2, 9, 2, 16, generator=g)
+    lam = torch.rand((2, 9, 4) if per_token else (4,), generator=g)
+    k1, k2 = k.unbind(-2)
+    if not interleaved:
+        k1, k2 = k1.contiguous(), k2.contiguous()
+    both = hopper.both_keys(k1, k2)
+    assert torch.equal(both, torch.cat((k1, k2), -1))
+    assert (both.data_ptr() == k.data_ptr()) == interleaved
+    tensors = (q[..., 0, :], k1, q[..., 1, :], None if shared else k2, v, lam)
+    exact = reference.differential_attention(*map(wide, tensors), -1, 0, 0.3)
+    assert_close(hopper.differential_attention(*tensors, -1, 0, 0.3), exact)
