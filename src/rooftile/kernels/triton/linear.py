@@ -26,7 +26,7 @@ from rooftile.kernels.weights_at_rest import are_weights_at_rest
 MOST_ROWS = 4
 TILE_ELEMENTS = 4096  # of the weight, that a program has on the way at once
 WANTED_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
-MOST_NORM_TILE = 4096  # of a row, read at once for its norm: each read takes a trip to memory
+MOST_NORM_TILE = 2048  # of a row, read at once for its norm: each read takes a trip to memory
 
 
 @triton.jit
