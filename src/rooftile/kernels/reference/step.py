@@ -50,12 +50,13 @@ def prepare_step(
         row, first, start, q_len, write_from = entry
         mine = slice(start, start + q_len)
         token_ids[mine] = torch.where(given[mine] < 0, last_token[row], given[mine])
-        at = torch.arange(first, first + q_len, device=device)
-        positions[mine] = at
+        place = torch.arange(first, first + q_len, device=device)
+        positions[mine] = place
         pages = -(-(first + q_len) // page_size)
         page_tables[:, index, :pages] = row_tables[:, row, :pages]
-        slot = row_tables[:, row, at // page_size].to(torch.int64) * page_size + at % page_size
-        slots[:, mine] = slot.masked_fill(at < write_from, -1)
+        pages_of = row_tables[:, row, place // page_size].to(torch.int64)
+        slot = pages_of * page_size + place % page_size
+        slots[:, mine] = slot.masked_fill(place < write_from, -1)
         cu_seqlens_q[index + 1] = start + q_len
         kv_lens[index] = first + q_len
 
