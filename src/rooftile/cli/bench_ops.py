@@ -89,6 +89,8 @@ def bench_ops(
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no GPU; choose cpu")
     if plot is not None:
+        from rooftile.bench.ops.floor_plot import draw as draw_floor
+        from rooftile.bench.ops.floor_plot import has_floor
         from rooftile.bench.ops.plot import check_plot, draw
 
         check_plot(plot)  # says what is missing before anything is measured
@@ -124,7 +126,11 @@ def bench_ops(
     if save and rows:
         console.print(f"appended to {path}", markup=False, soft_wrap=True)
     if plot is not None:
-        draw(rows, f"{operator} forward, {dtype}, {name}", plot)
+        heading = f"{operator} forward, {dtype}, {name}"
+        if has_floor(rows):
+            draw_floor(rows, heading, plot)
+        else:
+            draw(rows, heading, plot)
         console.print(f"drawn in {plot}", markup=False, soft_wrap=True)
 
 

@@ -9,6 +9,7 @@
 | gemm.py | the suite of `matmul` |
 | gemm_plot.py | SM timelines of matrix products |
 | stream.py | a kernel that only reads |
+| floor_plot.py | times against those of a kernel that only reads |
 | decode_plot.py | SM timelines of plans |
 | timing.py | functions timed in turn, with flushed caches |
 | run.py | a case: checked first, then timed, as rows |
