@@ -45,7 +45,7 @@ class CheckedCalls:
     A kind is all that the checks, the choice of a kernel and what it prepares look at.
     """
 
-    MOST = 4096
+    MOST = 1024
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Callable[..., Any]] = {}

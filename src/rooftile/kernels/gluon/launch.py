@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rooftile.kernels.triton_version import BareKernel, TensorDescriptor, bare_kernel, relaunch
 
-_MOST_DESCRIBED = 1024  # sets of addresses whose tensor maps are kept
+_MOST_DESCRIBED = 128  # sets of addresses whose tensor maps are kept
 
 
 @dataclass(frozen=True)

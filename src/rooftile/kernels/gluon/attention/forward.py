@@ -31,7 +31,7 @@ from rooftile.kernels.gluon.tile.rows import (
 )
 
 _LOG2_E = 1.4426950408889634
-_MOST_KINDS = 4096
+_MOST_KINDS = 1024
 Result = tuple[Tensor, Tensor]
 _dense: dict[Any, Callable[..., Result]] = {}
 _ragged: dict[Any, Callable[..., Result]] = {}
