@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.cpu import library
+from rooftile.layers.mlp import GatedMlp
 from rooftile.models.build import build_decoder
 from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec, MoeSpec
 from rooftile.models.decoder import Decoder
@@ -163,3 +164,11 @@ def test_refusals_give_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "format 'dense'" in str(refusal(half))
     monkeypatch.setattr(library, "load", lambda: "there is no compiler")
     assert refusal(half) == "there is no compiler"
+
+
+def test_four_bits_where_they_harm_least() -> None:
+    layer = make(LLAMA, torch.float32, "int4").layers[0]
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, GatedMlp)
+    formats = [x.weight.format for x in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    assert formats == ["int8_blocks", "int4", "int4", "int8_blocks"]

@@ -43,7 +43,8 @@ class EngineConfig:
     kv_memory_share: None: 0.3 on a CPU, 0.9 on a GPU, where warming up comes before.
     prefix_cache: keep the KV of finished requests for prompts that begin alike.
     quantization: "none", "int8" (a scale for each row of a matrix) or "int4" (a scale and a minimum for
-        32 columns of a row) of the weights; embedding and head keep 8 bits. Activations become 8 bits
+        32 columns of a row) of the weights. Embedding and head keep 8 bits, and with "int4" so do q, k, v
+        and down projections that the file does not have in 4-bit blocks. Activations become 8 bits
         within products.
     random_weights: build the architecture of a config with random weights (for measurements).
     pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known. None:
