@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,3 +269,31 @@ def test_nothing_to_do() -> None:
         )
         assert not bool(got[0].any())
         assert bool((got[1] == -math.inf).all())
+
+
+def test_reasons_for_refusal() -> None:
+    call = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "kv_dtype": None,
+        "k_dim": 128,
+        "v_dim": 128,
+        "page_size": 16,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        assert KERNEL.supports(SimpleNamespace(**call)) is None
+        for change, reason in (
+            ({"page_size": 4}, "page_size is 4; it takes powers of two from 8 on"),
+            ({"page_size": 24}, "page_size is 24; it takes powers of two from 8 on"),
+            ({"v_dim": 512}, "v_dim is 512; it takes multiples of 8 from 32 to 256"),
+            ({"k_dim": 40, "kv_dtype": torch.float8_e4m3fn},
+             "k_dim is 40; it takes multiples of 16 from 32 to 256"),
+            ({"dtype": torch.float32}, "it takes bfloat16 and float16, not torch.float32"),
+            ({"kv_dtype": torch.int8},
+             "it takes pages of q's dtype or float8_e4m3fn, not torch.int8"),
+        ):  # fmt: skip
+            assert KERNEL.supports(SimpleNamespace(**{**call, **change})) == reason
+    assert KERNEL.supports(SimpleNamespace(**{**call, "device": "cpu"})) == (
+        "it needs an NVIDIA GPU of compute capability 9.0, not a cpu"
+    )
