@@ -248,6 +248,24 @@ def test_a_sink_far_above_takes_everything_and_an_empty_row_keeps_it(kernel: str
     assert torch.equal(lse[0, :2, 1], sink[1:].expand(2))
 
 
+@pytest.mark.parametrize("kernel", ON_A_CPU)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 7), (5, 7), (7, 7), (70, 70)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_reaches_every_row_that_sees_it(
+    kernel: str, q_len: int, kv_len: int, causal: bool
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    q = oracle.draw(g, torch.float32, 1, q_len, 2, 8)
+    k, v = (oracle.draw(g, torch.float32, 1, kv_len, 1, 8) for _ in range(2))
+    row = min(2, q_len - 1)
+    q[0, row, 0, 3] = math.nan
+    out, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=kernel)
+    expected = torch.zeros(1, q_len, 2, dtype=torch.bool)
+    expected[0, row, 0] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan(), expected[..., None].expand(out.shape))  # type: ignore[union-attr]
+
+
 def test_opcheck() -> None:
     q, k, v, sink = (x.float().detach().requires_grad_() for x in leaves((1, 3, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8), (4,)))  # fmt: skip
     opcheck(ATTENTION, q, k, v, None, -1, 0, 0.0, 0.5)

@@ -138,6 +138,9 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         (r"prefix.lens\[0\] is 12;.*at most max_len = 8", {"max_len": 8}),
         (r"prefix.first is \[0, 2, 2\]; it must go up", {"first": torch.tensor([0, 2, 2])}),
         (r"prefix.lens has shape \[1\]", {"lens": torch.tensor([4])}),
+        (r"prefix.first has dtype torch.float32", {"first": torch.tensor([0.0, 2.0, 3.0])}),
+        (r"prefix.lens is \[12, 4\]; it must be a tensor", {"lens": [12, 4]}),
+        (r"prefix.max_len is 12.0; it must be an int", {"max_len": 12.0}),
     ):
         groups = dataclasses.replace(batch.prefix, **change)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):

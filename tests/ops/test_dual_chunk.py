@@ -398,6 +398,10 @@ X = torch.zeros(1, 5, 2, 8)
     [
         ({"chunk_size": 4}, "chunk_size is 4 and local_size is 4; chunks of chunk_size - local_si"),
         ({"local_size": 0}, "local_size is 0; it must be at least 1"),
+        ({"chunk_size": 12.0}, "chunk_size is 12.0; it must be an int"),
+        ({"chunk_size": None}, "chunk_size is None; it must be an int"),
+        ({"chunk_size": 2**31}, "chunk_size is 2147483648; it must be at least 1 and below"),
+        ({"q_succ": None}, "q_succ is None; it must be a tensor"),
         ({"q_succ": X[:, :4]}, r"q_succ has shape \[1, 4, 2, 8\]; expected the shape of q_intra"),
         ({"q_inter": X.double()}, "q_inter is torch.float64 but q_intra is torch.float32"),
         ({"k": X[..., :1, :4]}, "q has dim 8 and k has dim 4"),
@@ -426,6 +430,15 @@ def test_a_short_table_is_refused() -> None:
         dual_chunk_rotary_embedding(X[0], torch.arange(5), TABLE[:12], chunk_size=12, local_size=4)
     with pytest.raises(ValueError, match="positions holds -1; it must be at least 0"):
         dual_chunk_rotary_embedding(X[0], torch.arange(5) - 1, TABLE, chunk_size=12, local_size=4)
+    with pytest.raises(ValueError, match="positions is None; it must be a tensor"):
+        dual_chunk_rotary_embedding(X[0], None, TABLE, chunk_size=12, local_size=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="original_max_position is 1.5; it must be an int"):
+        dual_chunk_rotary_embedding(
+            *(X[0], torch.arange(5), TABLE),
+            chunk_size=12,
+            local_size=4,
+            original_max_position=1.5,  # type: ignore[arg-type]
+        )
 
 
 @pytest.mark.parametrize(
@@ -440,6 +453,11 @@ def test_a_short_table_is_refused() -> None:
 def test_configurations_that_make_no_sense(options: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DualChunkConfig(*options)  # type: ignore[arg-type]
+
+
+def test_a_field_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="has a field twice"):
+        DualChunkConfig.of("chunk_size=4,local_size=1,local_size=2")
 
 
 def test_a_table_has_no_more_rows_than_are_looked_up() -> None:

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, append_kv, paged_attention
+from rooftile.ops.paged import (
+    APPEND_KV,
+    PAGED_ATTENTION,
+    append_kv,
+    paged_attention,
+    plan_paged_attention,
+)
 from rooftile.ops.rope import rotary_embedding
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle
@@ -291,6 +297,17 @@ def small() -> Paged:
     return fill(g, [(1, 5), (3, 9)], (4, 2), (8, 8), 4, torch.float32)
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_nan_reaches_every_row_that_sees_it(kernel: str, q_len: int) -> None:
+    paged = fill(torch.Generator().manual_seed(0), [(q_len, 7)], (2, 1), (8, 8), 4, torch.float32)
+    paged.q[0, 0, 3] = math.nan
+    arguments = (paged.q, paged.k_pages, paged.v_pages, paged.batch)
+    out, lse = paged_attention(*arguments, return_lse=True, kernel=kernel)
+    assert lse.isnan().nonzero().tolist() == [[0, 0]]
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0]]  # type: ignore[union-attr]
+
+
 def test_opcheck_and_compile() -> None:
     paged = small()
     b = paged.batch
@@ -333,11 +350,24 @@ def test_refusals_of_batches_name_the_value_and_the_remedy() -> None:
         r"cu_seqlens_q ends with 5 but q has 4 tokens": {"cu_seqlens_q": torch.tensor([0, 2, 5])},
         r"kv_lens has shape \[3\]; expected \[batch\] = \[2\]": {"kv_lens": torch.zeros(3).int()},
         r"page_table has dtype torch.float32": {"page_table": table.float()},
+        r"max_kv_len is 16.0; it must be an int": {"max_kv_len": 16.0},
+        r"max_kv_len is None; it must be an int": {"max_kv_len": None},
+        r"max_kv_len is 1000\d*; it must be at least 0 and below 2\*\*31": {"max_kv_len": 10**30},
+        r"max_q_len is 3.0; it must be an int": {"max_q_len": 3.0},
+        r"kv_lens is \[5, 9\]; it must be a tensor": {"kv_lens": [5, 9]},
     }.items():
         with pytest.raises(ValueError, match=message):
             paged_attention(*arguments, dataclasses.replace(paged.batch, **change))
-    with pytest.raises(ValueError, match="q has dim 7 but k_pages has dim 8"):
-        paged_attention(paged.q[..., :7], *arguments[1:], paged.batch)
+    for function in (paged_attention, plan_paged_attention):
+        with pytest.raises(ValueError, match="q has dim 7 but k_pages has dim 8"):
+            function(paged.q[..., :7], *arguments[1:], paged.batch)  # type: ignore[operator]
+        with pytest.raises(ValueError, match="batch is None; it must be a PagedBatch"):
+            function(*arguments, None)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="plan is 3; pass what plan_paged_attention returned"):
+        paged_attention(*arguments, paged.batch, plan=3)  # type: ignore[arg-type]
+    eight = (paged.q, *(x.to(torch.float8_e4m3fn) for x in arguments[1:]))
+    with pytest.raises(ValueError, match="k_scale is 1.0; it must be a tensor"):
+        paged_attention(*eight, paged.batch, k_scale=1.0, v_scale=1.0)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="pages have no backward; use attention_varlen"):
         paged_attention(paged.q.clone().requires_grad_(), *arguments[1:], paged.batch)
     with pytest.raises(NotImplementedError, match="'torch' cannot run.*no softcap"):

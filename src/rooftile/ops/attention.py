@@ -18,7 +18,14 @@ from rooftile.ops.attention_alibi import ATTENTION_ALIBI, ATTENTION_VARLEN_ALIBI
 from rooftile.ops.attention_call import AttentionCall as AttentionCall  # others know it from here
 from rooftile.ops.attention_call import attention_call, fake_attention
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    check_whole,
+    require,
+)
 from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.modifiers import check_modifiers
 from rooftile.ops.operator import Operator, contents_checked
@@ -305,7 +312,7 @@ def check_cu_seqlens(
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0,
         lambda: f"{name}: {cu_name} has shape {list(cu_seqlens.shape)}; expected [batch + 1]",
     )
-    require(longest >= 0, lambda: f"{name}: {longest_name} is {longest}; it must be >= 0")
+    check_whole(name, 0, **{longest_name: longest})
     if not contents_checked(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
@@ -335,6 +342,10 @@ def check_integers(
     name: str, tensor_name: str, tensor: Tensor, like: Tensor, like_name: str
 ) -> None:
     """tensor holds int32 or int64 and lies on the device of `like`."""
+    require(
+        isinstance(tensor, Tensor),
+        lambda: f"{name}: {tensor_name} is {tensor!r:.80}; it must be a tensor",
+    )
     require(
         tensor.dtype in (torch.int32, torch.int64),
         lambda: (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_shape, require
+from rooftile.ops.attention import check_integers
+from rooftile.ops.check import check_shape, check_whole, require
 from rooftile.ops.merge import MERGE
 from rooftile.ops.operator import contents_checked
 from rooftile.types import PagedBatch, PrefixGroups
@@ -59,6 +60,9 @@ def merge_two(
 
 
 def check_prefix(name: str, batch: PagedBatch, prefix: PrefixGroups, page_size: int) -> None:
+    for field, tensor in (("first", prefix.first), ("lens", prefix.lens)):
+        check_integers(name, f"prefix.{field}", tensor, batch.kv_lens, "kv_lens")
+    check_whole(name, 0, **{"prefix.max_len": prefix.max_len})
     require(
         prefix.first.dim() == 1 and prefix.first.shape[0] >= 1,
         lambda: f"{name}: prefix.first has shape {list(prefix.first.shape)}; expected [groups + 1]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
@@ -30,6 +31,7 @@ def check_shape(
     operator: str, name: str, tensor: Tensor, shape: tuple[int, ...], what: str
 ) -> None:
     """what: the expected shape in words, such as "[hidden]"."""
+    _check_tensors(operator, {name: tensor}, required=True)
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{operator}: {name} has shape {list(tensor.shape)}; expected {what} = {list(shape)}"
@@ -60,7 +62,23 @@ def check_device(operator: str, **tensors: Tensor | None) -> None:
             )
 
 
-def _check_tensors(operator: str, given: Mapping[str, Tensor | None]) -> None:
+def check_whole(operator: str, least: int, **numbers: int) -> None:
+    """Whole numbers that kernels can count with, tracing ones included."""
+    for name, number in numbers.items():
+        whole = isinstance(number, int | torch.SymInt) or hasattr(number, "__index__")
+        if not whole:
+            raise ValueError(f"{operator}: {name} is {number!r:.80}; it must be an int")
+        require(
+            least <= number < 2**31,
+            lambda name=name, number=number: (  # type: ignore[misc]
+                f"{operator}: {name} is {number}; it must be at least {least} and below 2**31"
+            ),
+        )
+
+
+def _check_tensors(
+    operator: str, given: Mapping[str, Tensor | None], required: bool = False
+) -> None:
     for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
+        if (tensor is not None or required) and not isinstance(tensor, Tensor):
             raise ValueError(f"{operator}: {name} is {tensor!r:.80}; it must be a tensor")

@@ -19,6 +19,7 @@ from rooftile.ops.attention import (
     check_heads,
     check_options,
     check_qkv,
+    is_finite,
 )
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator
@@ -200,8 +201,8 @@ def _check_queries(name: str, q1: Tensor, q2: Tensor, lam: Tensor | float) -> Te
     check_shape(name, "q2", q2, tuple(q1.shape), "the shape of q1")
     if not isinstance(lam, Tensor):
         require(
-            isinstance(lam, int | float),
-            lambda: f"{name}: lam is {lam!r:.80}; give a number or tensor",
+            is_finite(lam),
+            lambda: f"{name}: lam is {lam!r:.80}; give a finite number or a tensor",
         )
         lam = q1.new_full((), lam, dtype=torch.float32 if q1.dtype != torch.float64 else None)
     check_float(name, lam=lam)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.ops.attention import check_integers
-from rooftile.ops.check import check_device, check_float, check_shape, require
+from rooftile.ops.check import check_device, check_float, check_shape, check_whole, require
 from rooftile.ops.operator import Operator, contents_checked
 
 LENGTH_FACTORS = ("query", "prompt")
@@ -70,7 +70,10 @@ class DualChunkConfig:
         if isinstance(given, DualChunkConfig):
             return given
         if isinstance(given, str):
-            given = dict(_pair(part) for part in given.split(","))
+            pairs = [_pair(part) for part in given.split(",")]
+            given = dict(pairs)
+            if len(given) < len(pairs):
+                raise ValueError(f"dual_chunk has a field twice; {_EXAMPLE}")
         if not isinstance(given, Mapping):
             raise ValueError(f"dual_chunk is {given!r:.80}; {_EXAMPLE}")
         values = {SHORT.get(name, name): value for name, value in given.items()}
@@ -105,10 +108,7 @@ def _pair(part: str) -> tuple[str, Any]:
 
 
 def check_chunks(name: str, chunk_size: int, local_size: int) -> None:
-    require(
-        local_size >= 1,
-        lambda: f"{name}: local_size is {local_size}; it must be at least 1",
-    )
+    check_whole(name, 1, local_size=local_size, chunk_size=chunk_size)
     require(
         chunk_size > local_size,
         lambda: (
@@ -171,10 +171,10 @@ def dual_chunk_rotary_embedding(
         q.dim() == 3,
         lambda: f"{name}: q has shape {list(q.shape)}; expected [tokens, heads, head_dim]",
     )
-    for tensor_name, tensor in (("positions", positions), ("lengths", lengths)):
-        if tensor is not None:
-            check_integers(name, tensor_name, tensor, q, "q")
-            check_shape(name, tensor_name, tensor, (q.shape[0],), "[tokens]")
+    given = {"positions": positions} | ({} if lengths is None else {"lengths": lengths})
+    for tensor_name, tensor in given.items():
+        check_integers(name, tensor_name, tensor, q, "q")
+        check_shape(name, tensor_name, tensor, (q.shape[0],), "[tokens]")
     check_chunks(name, chunk_size, local_size)
     rows = num_positions(chunk_size, local_size)
     require(
@@ -187,12 +187,8 @@ def dual_chunk_rotary_embedding(
             f"with at least {rows} positions and 0 < rotary_dim <= {q.shape[2]}"
         ),
     )
-    require(
-        original_max_position is None or original_max_position >= 1,
-        lambda: (
-            f"{name}: original_max_position is {original_max_position}; it must be at least 1, or None"
-        ),
-    )
+    if original_max_position is not None:
+        check_whole(name, 1, original_max_position=original_max_position)
     refuse_gradient(name, q)
     if contents_checked(positions) and positions.numel():
         _check_least(name, "positions", positions, 0)

@@ -11,7 +11,6 @@ from rooftile.kernels import Kernel
 from rooftile.ops.attention import (
     AttentionCall,
     Window,
-    check_heads,
     check_integers,
     check_options,
     fake_attention,
@@ -19,7 +18,7 @@ from rooftile.ops.attention import (
 from rooftile.ops.cascade import check_prefix, merge_two, split_batch
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator, contents_checked
-from rooftile.ops.paged_check import check_batch, check_pages, check_scales, check_slots
+from rooftile.ops.paged_check import check_batch, check_keys, check_pages, check_scales, check_slots
 from rooftile.ops.split_kv import SPLIT_KV
 from rooftile.types import AttentionPlan, CascadePlan, PagedBatch, SplitSpec
 
@@ -85,14 +84,7 @@ def paged_attention(
     """
     name = "paged_attention"
     check_pages(name, q, "q", k_pages, v_pages)
-    require(
-        q.shape[-1] == k_pages.shape[-1],
-        lambda: (
-            f"{name}: q has dim {q.shape[-1]} but k_pages has dim {k_pages.shape[-1]}; "
-            f"they must be equal"
-        ),
-    )
-    check_heads(name, q.shape[1], k_pages.shape[1])
+    check_keys(name, q, k_pages)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
         raise NotImplementedError(
             f"{name}: an input requires a gradient, and pages have no backward; "
@@ -179,7 +171,7 @@ def plan_paged_attention(
     """
     name = "plan_paged_attention"
     check_pages(name, q, "q", k_pages, v_pages)
-    check_heads(name, q.shape[1], k_pages.shape[1])
+    check_keys(name, q, k_pages)
     left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
     check_batch(name, q, k_pages, batch, left)
     if batch.prefix is not None:
@@ -250,6 +242,10 @@ def _check_plan(
     tokens: int,
     kernel: str,
 ) -> None:
+    require(
+        isinstance(plan, AttentionPlan),
+        lambda: f"{name}: plan is {plan!r:.80}; pass what plan_paged_attention returned",
+    )
     require(
         kernel in ("auto", plan.kernel),
         lambda: (

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import check_cu_seqlens, check_integers
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.attention import check_cu_seqlens, check_heads, check_integers
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    check_whole,
+    require,
+)
 from rooftile.ops.operator import contents_checked
 from rooftile.types import PagedBatch
 
@@ -43,7 +50,24 @@ def check_pages(
     )
 
 
+def check_keys(name: str, q: Tensor, k_pages: Tensor) -> None:
+    """Queries [tokens, num_q_heads, k_dim] that fit the keys of pages."""
+    require(
+        q.shape[-1] == k_pages.shape[-1],
+        lambda: (
+            f"{name}: q has dim {q.shape[-1]} but k_pages has dim {k_pages.shape[-1]}; "
+            f"they must be equal"
+        ),
+    )
+    check_heads(name, q.shape[1], k_pages.shape[1])
+
+
 def check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int) -> None:
+    require(
+        isinstance(batch, PagedBatch),
+        lambda: f"{name}: batch is {batch!r:.80}; it must be a PagedBatch",
+    )
+    check_whole(name, 0, max_kv_len=batch.max_kv_len)
     check_cu_seqlens(name, "cu_seqlens_q", batch.cu_seqlens_q, "q", q, batch.max_q_len, "max_q_len")
     check_integers(name, "kv_lens", batch.kv_lens, q, "q")
     check_integers(name, "page_table", batch.page_table, q, "q")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,34 @@ def test_panels_by_hand() -> None:
     # cuDNN took twice our time, so half of 400.
     assert shown[0].bars == {"gluon": [400, 500], "triton": [300, None], "cudnn": [200, None]}
     assert list(shown[1].bars) == ["gluon"]
+
+
+def test_other_suites_are_panels_of_their_own() -> None:
+    rows = [
+        dataclasses.replace(row("b1 1k h8/2 d64", "cpu", 2.0, {}), suite="paged"),
+        dataclasses.replace(row("64x32x16", "reference", 3.0, {"torch": 50.0}), suite="gemm_cpu"),
+    ]
+    shown = panels(rows)
+    assert [panel.title for panel in shown] == ["paged", "gemm_cpu"]
+    assert shown[0].labels == ["b1\n1k\nh8/2\nd64"]
+    assert shown[1].bars == {"reference": [3.0], "torch": [6.0]}
+    (reads,) = panels([dataclasses.replace(rows[0], tflops=0.0, suite="split_kv")])
+    assert (reads.unit, reads.bars) == ("GB/s", {"cpu": [1000.0]})
+
+
+@pytest.mark.parametrize("plot", ["bars", "bars.gif", "nowhere/bars.png"])
+def test_a_plot_that_cannot_be_written_is_refused_at_once(plot: str, tmp_path: Path) -> None:
+    command = ["bench", "ops", "attention", "--cases", SMALL, "--plot", str(tmp_path / plot)]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert result.output.startswith("error: the plot")
+
+
+def test_the_table_is_whole_in_a_narrow_terminal() -> None:
+    command = ["bench", "ops", "attention", "--cases", SMALL, "--seconds", "0.001"]
+    result = CliRunner().invoke(app, [*command, "--peers", "sdpa"], env={"COLUMNS": "40"})
+    assert "…" not in result.output
+    assert "of roofline" in result.output
 
 
 def test_the_command_prints_saves_and_draws(tmp_path: Path) -> None:

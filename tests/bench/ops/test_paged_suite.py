@@ -30,6 +30,7 @@ def test_every_case_has_a_name_that_is_understood() -> None:
         ("b2 70 h4/2 d16 page4", torch.bfloat16),
         ("b2 70 q3 h4/2 d16 page4 window20", torch.float16),
         ("b2 30 qall h4/2 d16 page4", torch.float32),
+        ("b2 5 q9 h4/2 d16 page4", torch.float32),  # four queries stand before the first key
         ("b3 one90 rest20 h4/2 d16 page8 fp8", torch.bfloat16),
         ("b2 40 h4/1 d288/256 page8", torch.bfloat16),
     ],

@@ -264,7 +264,8 @@ def _oracle(
     if case.window >= 0:
         hidden |= columns < last - case.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    return tokens, torch.softmax(scores, -1) @ values
+    # A query before the first key sees nothing.
+    return tokens, torch.softmax(scores, -1).nan_to_num(0.0) @ values
 
 
 def make_plan(

@@ -38,9 +38,11 @@ def attend(
     bounded_left, bounded_right = 0 <= left < n - 1, 0 <= right < m - 1
     if not bounded_left and (not bounded_right or (right == 0 and m == n)):
         result = FUSED(q, k, v, 0.0, bounded_right, scale=scale)
-        out.copy_(result[0].transpose(1, 2))
-        lse.copy_(result[1].transpose(1, 2))
-        return
+        # A row whose scores are all NaN can come out as 0 with lse 0. With a mask it does not.
+        if not bool((result[1] == 0).any()):
+            out.copy_(result[0].transpose(1, 2))
+            lse.copy_(result[1].transpose(1, 2))
+            return
     for row in range(first_row, m, MASKED_ROWS):
         end = min(row + MASKED_ROWS, m)
         first, last = n - m + row, n - m + end - 1  # positions of the block's outer queries

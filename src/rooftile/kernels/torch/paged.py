@@ -150,6 +150,8 @@ def _decode(
 
     grouped = q.reshape(batch, heads, -1, q.shape[-1])  # a group's query heads as rows
     out, lse = FUSED(grouped, k, v, attn_mask=mask, scale=scale)
+    if mask is None and bool((lse == 0).any()):  # as in attend: scores that are all NaN
+        out, lse = FUSED(grouped, k, v, attn_mask=q.new_zeros(1, k.shape[2]), scale=scale)
     return out.reshape(batch, q.shape[1], -1), lse.reshape(batch, q.shape[1])
 
 
