@@ -42,7 +42,7 @@ class LlamaCpp:
             import llama_cpp
         except ImportError:
             raise ValueError(
-                "the peer 'llama-cpp' is not installed: pip install llama-cpp-python"
+                "the peer 'llama-cpp' is not installed: pip install 'rooftile[cpu-peers]'"
             ) from None
         self._api: Any = llama_cpp
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -137,7 +137,7 @@ class OpenVino:
             import openvino_genai
         except ImportError:
             raise ValueError(
-                "the peer 'openvino' is not installed: pip install openvino-genai"
+                "the peer 'openvino' is not installed: pip install 'rooftile[cpu-peers]'"
             ) from None
         import torch
 
