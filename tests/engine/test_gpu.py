@@ -128,7 +128,8 @@ def test_requests_and_aborts_leave_nothing(path: str) -> None:
         for _, output in llm.run(requests(count)):
             assert output.finished  # type: ignore[union-attr]
             if draw.random() < 0.2:  # somebody gives up in the middle of a text
-                stream = llm.stream([3] * draw.randrange(1, 50), SamplingParams(max_tokens=40))
+                params = SamplingParams(max_tokens=40, ignore_eos=True)
+                stream = llm.stream([3] * draw.randrange(1, 50), params)
                 for _ in range(draw.randrange(1, 5)):
                     next(stream)
                 stream.close()
