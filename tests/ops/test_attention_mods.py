@@ -191,6 +191,57 @@ def test_the_source_names_the_modifier() -> None:
     assert typed[0] == typed[1] != typed[2]
 
 
+def test_the_same_text_in_two_modules_is_two_modifiers() -> None:
+    """Global numbers, functions, and functions that these call."""
+    q = torch.randn(1, 3, 1, 8)
+    text = "def inner(x): return x * K\ndef outer(x): return inner(x)\n"
+    for body in ("s * K", "inner(s)", "outer(s)", "(lambda y: y * K)(s)"):
+        found = []
+        for factor in (2.0, 5.0, 2.0):
+            names: dict[str, Any] = {"K": factor}
+            exec(text + f"def scaled(s, b, h, i, j): return {body}", names)
+            found.append((factor, score_mod(None, reference=names["scaled"])))
+        assert found[0][1].key == found[2][1].key != found[1][1].key
+        for factor, modifier in found:
+            expected = attention(q, q, q, softmax_scale=factor * 8**-0.5)
+            assert torch.allclose(attention(q, q, q, score_mod=modifier), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "torch.ones(5)",
+            r"returned shape \[5\]; it must return {} that broadcast to \[1, 1, 3, 3\]",
+        ),
+        ("torch.ones(2, 1, 1, 1, 1)", r"returned shape \[2, 1, 1, 1, 1\]"),
+        ("None", "returned None; it must return {}"),
+        ("i * 1j", "returned torch.complex64"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["score", "mask"])
+def test_what_modifiers_must_return(kind: str, body: str, message: str) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    score = "s, " if kind == "score" else ""
+    body = f"{body}.bool()" if kind == "mask" and "ones" in body else body
+    exec(f"def odd({score}b, h, i, j): return {body}", names)
+    register = score_mod if kind == "score" else mask_mod
+    modifier, q = register(None, reference=names["odd"]), torch.randn(1, 3, 1, 8)
+    wanted = {"score": "numbers", "mask": "booleans"}[kind]
+    with pytest.raises(ValueError, match=f"{kind}_mod {message.format(wanted)}"):
+        attention(q, q, q, **{f"{kind}_mod": modifier})  # type: ignore[arg-type]
+
+
+def test_masks_are_booleans_and_arguments_have_places() -> None:
+    q = torch.randn(1, 3, 1, 8)
+    names: dict[str, Any] = {}
+    exec("def number(b, h, i, j): return i - j\ndef named(b, h, i, j, *, k=1): return i > k", names)
+    with pytest.raises(ValueError, match=r"mask_mod returned torch.int64; it must return booleans"):
+        attention(q, q, q, mask_mod=mask_mod(None, reference=names["number"]))
+    with pytest.raises(ValueError, match="named has arguments that are given by name only"):
+        mask_mod(None, reference=names["named"])
+
+
 def test_refusals() -> None:
     q, factor = torch.randn(1, 3, 1, 8), 2.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -46,13 +46,38 @@ class Modifier:
 def register(kind: Kind, fn: Any, reference: Callable[..., Tensor]) -> Modifier:
     """The same source gives the same modifier, in every process of one Python version.
 
-    It is compared as byte code, which is there at an interpreter's prompt too.
+    It is compared as byte code, which is there at an interpreter's prompt too, with what its global
+    names stand for: the same text means something else in another module.
     """
     source = "" if fn is None else str(getattr(fn, "cache_key", None) or fn.fn.__code__.co_code)
-    text = f"{kind}\n{source}\n{_instructions(reference.__code__)}\n{reference.__defaults__}"
+    text = f"{kind}\n{source}\n{_meaning(reference, [])}"
     key = f"{reference.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     FUNCTIONS[key] = Functions(fn, reference)
     return Modifier(kind, key)
+
+
+def _meaning(value: Any, known: list[Any]) -> str:
+    """What a value stands for, in words that differ for whatever computes something else."""
+    if isinstance(value, FunctionType):
+        if value in known:  # it calls itself
+            return value.__name__
+        known.append(value)
+        given = (value.__defaults__, value.__kwdefaults__)
+        names = sorted(_names(value.__code__) & value.__globals__.keys())
+        there = [f"{name}={_meaning(value.__globals__[name], known)}" for name in names]
+        return f"{_instructions(value.__code__)}\n{given}\n{there}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, int | float | complex | str | bytes | None):
+        return repr(value)
+    if isinstance(value, type | BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value)} {id(value)}"
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _instructions(code: CodeType) -> str:

@@ -27,8 +27,8 @@ def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
     fn: a `@triton.jit` function, or None where only the reference is to run. It may be evaluated
         at any valid index, visible or not.
     reference: the same computation in torch; also the one that has gradients, for `tensors` too.
-        It must capture no local variables, since its source names the modifier: captured tensors
-        go through `modifier(*tensors)`.
+        It must capture no local variables, since its source names the modifier, with what its
+        global names stand for now: captured tensors go through `modifier(*tensors)`.
 
     Raises:
         ValueError: something that is no such function.
@@ -53,6 +53,11 @@ def _registered(name: str, kind: Kind, fn: Any, reference: Callable[..., Tensor]
         )
     if not inspect.isfunction(reference):
         raise ValueError(f"{name}: reference is {reference!r}; it must be a torch function")
+    if reference.__code__.co_kwonlyargcount:
+        raise ValueError(
+            f"{name}: {reference.__name__} has arguments that are given by name only, and nobody gives "
+            f"them; make them tensors after the indices"
+        )
     if reference.__closure__:
         raise ValueError(
             f"{name}: {reference.__name__} captures {', '.join(reference.__code__.co_freevars)}; "

@@ -44,10 +44,12 @@ def attention_mods(
     indices = (batch, head, row[:, None], column)
     modifier, mask = functions(score_mod), functions(mask_mod)
     if modifier is not None:
-        scores = modifier.reference(scores, *indices, *score_tensors).expand(b, h, m, n)
+        changed = modifier.reference(scores, *indices, *score_tensors)
+        scores = _like_scores("score_mod", changed, scores.shape).expand(b, h, m, n)
     visible = visible_keys(row + n - m, column, left, right)
     if mask is not None:
-        visible = visible & mask.reference(*indices, *mask_tensors)
+        seen = mask.reference(*indices, *mask_tensors)
+        visible = visible & _like_scores("mask_mod", seen, scores.shape)
     scores = scores.to(keys.dtype).masked_fill(~visible, -torch.inf)
     # No logsumexp: its gradient is NaN in a row that sees nothing.
     sinks = None if sink is None else sink.to(scores.dtype).view(h, 1)
@@ -64,6 +66,22 @@ def attention_mods(
     out = torch.einsum("bhmn,bnhe->bmhe", weights / total[..., None], values)
     lse = (highest + torch.log(total)).masked_fill(empty, -torch.inf)
     return out.to(q.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def _like_scores(name: str, result: Any, shape: Sequence[int]) -> Tensor:
+    """What a modifier of the caller returned, if it is what it should be."""
+    if isinstance(result, bool | int | float):
+        result = torch.tensor(result)
+    mask = name == "mask_mod"
+    wanted = f"{'booleans' if mask else 'numbers'} that broadcast to {list(shape)}"
+    if not isinstance(result, Tensor):
+        raise ValueError(f"{name} returned {result!r:.80}; it must return {wanted}")
+    if result.is_complex() or (result.dtype == torch.bool) != mask:
+        raise ValueError(f"{name} returned {result.dtype}; it must return {wanted}")
+    fits = zip(reversed(result.shape), reversed(shape), strict=False)
+    if result.dim() > len(shape) or any(one not in (1, whole) for one, whole in fits):
+        raise ValueError(f"{name} returned shape {list(result.shape)}; it must return {wanted}")
+    return result
 
 
 def attention_varlen_mods(
