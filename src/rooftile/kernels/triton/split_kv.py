@@ -25,7 +25,7 @@ from rooftile.types import SplitSpec
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
-MOST_SINGLE = 1023  # requests whose sums fit the registers of one program
+MOST_SINGLE = 1024  # requests whose sums fit the registers of one program
 SINGLE_BLOCK = 256
 MOST_SINGLE_PROGRAMS = 32
 ITEM_WORDS = tl.constexpr(len(Item._fields))
@@ -472,7 +472,7 @@ def _split_single(
             tile_rows=spec.tile_rows,
             cta_count=spec.num_ctas,
             cta_block=cta_block,
-            batch_block=max(2, triton.next_power_of_2(kv_lens.shape[0] + 1)),
+            batch_block=max(2, triton.next_power_of_2(kv_lens.shape[0])),
             block=SINGLE_BLOCK,
             num_warps=8,
         )
