@@ -25,7 +25,9 @@ from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 MOST_ROWS = 4
 TILE_ELEMENTS = 4096  # of the weight, that a program has on the way at once
-WANTED_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
+# Programs of a launch, so that each of 132 multiprocessors has enough weights on the way; a norm is
+# computed by each of them, so there are fewer then.
+WANTED_PROGRAMS, WANTED_WITH_NORM = 924, 264
 MOST_NORM_TILE = 2048  # of a row, read at once for its norm: each read takes a trip to memory
 
 
@@ -242,7 +244,8 @@ def _few_rows(
     """The result, and the residual stream (x itself where there is no norm)."""
     rows, in_features = _rows(x), x.shape[-1]
     out_features = weight.shape[0] // (2 if activation else 1)
-    tiles = _tiles(rows, out_features, in_features, activation)
+    wanted = WANTED_PROGRAMS if norm_weight is None else WANTED_WITH_NORM
+    tiles = _tiles(rows, out_features, in_features, activation, wanted)
     assert tiles is not None
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     stream = x if norm_weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -270,7 +273,11 @@ def _few_rows(
 
 
 def _tiles(
-    rows: int, out_features: int, in_features: int, activation: str
+    rows: int,
+    out_features: int,
+    in_features: int,
+    activation: str,
+    wanted: int = WANTED_PROGRAMS,
 ) -> tuple[int, int] | None:
     """Output features and inner dimension of a tile, or `None` where the vendor's product is taken."""
     if not 0 < rows <= MOST_ROWS or in_features % 128:
@@ -278,7 +285,7 @@ def _tiles(
     # Sums of rows and gates are in registers, as many as there are elements for each.
     elements = TILE_ELEMENTS // (1 if rows == 1 else 2) // (2 if activation and rows != 2 else 1)
     tile_out = 16
-    while tile_out > 2 and out_features < WANTED_PROGRAMS * tile_out:
+    while tile_out > 2 and out_features < wanted * tile_out:
         tile_out //= 2
     return tile_out, min(elements // tile_out, in_features & -in_features)
 
