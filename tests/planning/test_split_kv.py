@@ -12,7 +12,7 @@ from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge, Plan, 
 from rooftile.types import SplitSpec
 from tests.planning.split_batches import Lengths, batches
 
-MANY = settings(max_examples=200)
+MANY = settings(max_examples=100)
 SPEC = SplitSpec(
     batch=64, tokens=64, max_q_len=1, max_kv_len=32768, group_size=4, num_kv_heads=8, left=-1,
     right=0, kv_tile=64, tile_rows=(16,), tile_cost=(1600,), item_cost=1500, num_ctas=132,
