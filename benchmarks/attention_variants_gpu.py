@@ -172,13 +172,11 @@ def paged_dual_chunk(lengths: list[int], chunk: int, repeats: int) -> None:
         "dual chunk triton": graphed(lambda: run("triton")),
         "dual chunk gluon": graphed(lambda: run("gluon")),
     }
-    if (
-        PAGED_ATTENTION.chosen(
-            *(queries[0], k, v, cu, lens, table, 1, longest, None, -1, 0, 0.0, 64**-0.5),
-            *(None, None, False, None, []),
-        )
-        == "gluon"
-    ):
+    call = PAGED_ATTENTION.call(
+        *(queries[0], k, v, cu, lens, table, 1, longest, None, -1, 0, 0.0, 64**-0.5),
+        *(None, None, False, None, []),
+    )
+    if PAGED_ATTENTION.choose(call) == "gluon":
         contenders["plain gluon"] = graphed(lambda: paged_plain(queries[0], paged, "gluon"))
     case = f"b{len(lengths)} {max(lengths)} h32/8 d128 page16 chunks of {chunk}"
     record(case, contenders, repeats, error=found)

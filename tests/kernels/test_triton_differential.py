@@ -54,7 +54,7 @@ def assert_close(got: Outputs, exact: Outputs) -> None:
     q_len=st.sampled_from([1, 31, 33, 70]),
     kv_len=st.sampled_from([0, 1, 31, 64, 100]),
     pairs=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
-    dims=st.sampled_from([(16, 32), (24, 40), (5, 3)]),
+    dims=st.sampled_from([(16, 32), (24, 40), (5, 3), (8, 130)]),
     window=st.sampled_from(WINDOWS),
     shared=st.booleans(),
     per_token=st.booleans(),
@@ -96,6 +96,7 @@ def test_dense(
     padding=st.sampled_from([0, 2, 90]),
     window=st.sampled_from(WINDOWS),
     per_token=st.booleans(),
+    v_dim=st.sampled_from([32, 32, 130]),
     seed=st.integers(0, 2**31),
 )
 def test_ragged_with_nan_in_the_padding(
@@ -103,6 +104,7 @@ def test_ragged_with_nan_in_the_padding(
     padding: int,
     window: tuple[int, int],
     per_token: bool,
+    v_dim: int,
     seed: int,
 ) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -110,7 +112,7 @@ def test_ragged_with_nan_in_the_padding(
     used_q, used_k = sum(q_lens), sum(kv_lens)
     q1, q2 = (torch.randn(used_q + padding, 2, 16, generator=g) for _ in range(2))
     k1, k2 = (torch.randn(used_k + padding, 1, 16, generator=g) for _ in range(2))
-    v = torch.randn(used_k + padding, 1, 32, generator=g)
+    v = torch.randn(used_k + padding, 1, v_dim, generator=g)
     lam = torch.rand((used_q + padding, 2) if per_token else (2,), generator=g)
     cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0) for lens in (q_lens, kv_lens))
     rest = (cu_q, cu_k, max(q_lens), max(kv_lens), *window, 0.2)

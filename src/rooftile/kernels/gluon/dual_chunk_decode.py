@@ -16,7 +16,11 @@ from rooftile.kernels.gluon import paged
 CLASSES = 3
 
 
-@triton.jit
+# A batch's size is no reason to compile anew.
+_UNSPECIALISED = ["batch", "tokens", "max_pages", "table_stride", "chunk_len"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _part_kernel(
     q_intra,
     q_succ,
@@ -77,7 +81,7 @@ def _part_kernel(
         tl.store(target + page, number, mask=page < pages)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def _join_kernel(
     parts,  # [3 * batch, heads, dim]
     part_lse,  # [3 * batch, heads]
@@ -109,7 +113,7 @@ def _join_kernel(
     if tl.load(cu_seqlens_q + request + 1) == token:
         return
     at = request.to(tl.int64) * heads + head
-    step = batch.to(tl.int64) * heads
+    step = tl.cast(batch, tl.int64) * heads
     a = tl.load(part_lse + at, mask=present, other=float("-inf"))
     b = tl.load(part_lse + at + step, mask=present, other=float("-inf"))
     c = tl.load(part_lse + at + 2 * step, mask=present, other=float("-inf"))

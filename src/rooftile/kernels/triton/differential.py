@@ -1,7 +1,9 @@
 """Differential attention forward in portable Triton: two online softmaxes, one stream of values.
 
 A program takes a tile of query rows of one pair. Both keys and the value of a token are loaded once
-and meet both queries; where the queries share their keys, one key. Over pages, a slot's two keys are
+and meet both queries; where the queries share their keys, one key. Two outputs of more than 128
+numbers a row do not fit the registers (H200, d128: twice the time of two plain calls), so there the
+calls are two. Over pages, a slot's two keys are
 one long key to plain attention, whose queries are filled up with zeros: memory binds there, and
 plans, splits and merges are those of plain attention.
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.torch.differential import stack_queries
+from rooftile.kernels.triton import attention as plain
 from rooftile.kernels.triton import paged
 from rooftile.kernels.triton.descriptors import (
     describe,
@@ -30,6 +33,7 @@ from rooftile.kernels.triton.descriptors import (
 Outputs = tuple[Tensor, Tensor, Tensor]
 LOG2_E = 1.4426950408889634
 UNBOUNDED = 2**30  # beyond every length
+WIDEST = 128  # values, of which two outputs fit the registers
 
 
 @triton.jit
@@ -331,6 +335,10 @@ def differential_attention(
     scale: float,
     config: Config | None = None,
 ) -> Outputs:  # [batch, q_len, num_q_pairs, v_dim], [batch, q_len, num_q_pairs] twice
+    if v.shape[-1] > WIDEST and config is None:
+        options = (None, left, right, 0.0, scale)
+        first = plain.attention(q1, k1, v, *options)
+        return _difference(first, plain.attention(q2, k1 if k2 is None else k2, v, *options), lam)
     share = lam.expand(q1.shape[:-1])
     return _launch(q1, k1, q2, k2, v, share, None, q1.shape[1], left, right, scale, config)
 
@@ -350,6 +358,11 @@ def differential_attention_varlen(
     right: int,
     scale: float,
 ) -> Outputs:  # [tokens_q, num_q_pairs, v_dim], [tokens_q, num_q_pairs] twice
+    if v.shape[-1] > WIDEST:
+        options = (cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, None, left, right, 0.0, scale)
+        first = plain.attention_varlen(q1, k1, v, *options)
+        other = plain.attention_varlen(q2, k1 if k2 is None else k2, v, *options)
+        return _difference(first, other, lam)
     second = None if k2 is None else k2[None]
     share = lam.expand(q1.shape[:-1])[None]
     cu = (cu_seqlens_q, cu_seqlens_k)
@@ -357,6 +370,16 @@ def differential_attention_varlen(
         q1[None], k1[None], q2[None], second, v[None], share, cu, max_q_len, left, right, scale, None
     )  # fmt: skip
     return results[0][0], results[1][0], results[2][0]
+
+
+def _difference(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], lam: Tensor
+) -> Outputs:
+    """Of out and lse of both queries."""
+    # Nothing is known of a padding token's lam, which may be NaN.
+    share = lam if lam.dim() == 1 else lam.masked_fill(second[1] == -torch.inf, 0)
+    wide = torch.addcmul(first[0].float(), share.float()[..., None], second[0].float(), value=-1)
+    return wide.to(first[0].dtype), first[1], second[1]
 
 
 def _launch(
