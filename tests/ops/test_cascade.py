@@ -119,9 +119,19 @@ def test_windows_and_batch_invariance_do_not_share() -> None:
     plan = plan_paged_attention(q, k, v, batch, kernel="reference")
     with pytest.raises(ValueError, match="this call does not share them"):
         paged_attention(q, k, v, batch, plan=plan, window=(6, 0))
+
+
+def test_compiled_calls_share_by_a_plan_that_was_made_outside() -> None:
+    q, k, v, batch = make([(5, [(1, 3)] * 4)], 1)
     compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
     alone = dataclasses.replace(batch, prefix=None)
-    torch.testing.assert_close(compiled(q, k, v, alone), paged_attention(q, k, v, batch))
+    plan, expected = plan_paged_attention(q, k, v, batch), paged_attention(q, k, v, alone)
+    torch.testing.assert_close(compiled(q, k, v, alone), expected)
+    torch.testing.assert_close(compiled(q, k, v, batch), expected)
+    torch.testing.assert_close(compiled(q, k, v, batch, plan=plan), expected)
+    planned = torch.compile(plan_paged_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="plans are made outside of torch.compile"):
+        planned(q, k, v, batch)
 
 
 def test_refusals_name_the_value_and_the_remedy() -> None:

@@ -71,7 +71,7 @@ def paged_attention(
     same options: calls of many layers may share it. With `batch_invariant` a request's bits do
     not depend on the rest of the batch (a plan brings its own choice). Where `batch.prefix` says
     which requests share pages, these are attended once for all of them if that saves enough; not
-    with a left window or `batch_invariant`.
+    with a left window or `batch_invariant`, and under torch.compile only by a plan.
 
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
@@ -167,9 +167,15 @@ def plan_paged_attention(
 
     Raises:
         ValueError: as `paged_attention`.
-        NotImplementedError: an explicitly chosen kernel that cannot run the call.
+        NotImplementedError: an explicitly chosen kernel that cannot run the call; under
+            torch.compile, where a plan is an argument.
     """
     name = "plan_paged_attention"
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name}: plans are made outside of torch.compile; make it before, and pass it to the "
+            f"compiled function for paged_attention(plan=...)"
+        )
     check_pages(name, q, "q", k_pages, v_pages)
     check_keys(name, q, k_pages)
     left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
@@ -198,6 +204,8 @@ def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) 
 
 
 def _cascades(call: AttentionCall, batch: PagedBatch) -> bool:
+    if torch.compiler.is_compiling():  # which cannot follow the choice of a kernel for a plan
+        return False
     some = batch.prefix is not None and batch.kv_lens.shape[0] > 0
     return some and call.left < 0 and not call.batch_invariant
 
