@@ -1,7 +1,8 @@
 """Fits planning/stream_k_costs.json to measured plans: python benchmarks/gemm_costs.py ROWS.jsonl
 
 A row has a case (m x n x k, bf16, weights stored [n, k]), microseconds of the vendor's library, and of
-plans such as "128x256 hybrid" or "64x64 split-k 3". Prints the costs of the machine that the rows come
+plans such as "128x256 hybrid" or "64x64 split-k 3" (`with_copies`: of the plan that was chosen, copies to
+rows that the copy engine can address included). Prints the costs of the machine that the rows come
 from, how far predictions are off, and what the choices by prediction lose against the best measured.
 Needs scipy.
 """

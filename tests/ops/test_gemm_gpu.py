@@ -67,6 +67,20 @@ def test_integers_come_out_exactly(
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(2500, 2500, 2500), (784, 2142, 3768), (1420, 808, 3835), (224, 5326, 2370),
+     (4958, 4572, 1863), (81, 7757, 6256), (5631, 184, 8126)],
+)  # fmt: skip
+def test_large_products_with_copies(shape: tuple[int, int, int]) -> None:
+    """Rows of no multiple of 16 bytes, where torch itself may round the parts of a split k."""
+    m, n, k = shape
+    a = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
+    b = torch.randint(-2, 3, (n, k), device="cuda").bfloat16().T
+    out = matmul(a, b, kernel="gluon")
+    assert torch.equal(out, (a.double() @ b.double()).bfloat16())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @MANY
 @given(

@@ -72,11 +72,6 @@ def copy_rows(x: Tensor, copy: Tensor) -> None:  # both [rows, columns]
     _launch(x.device, x.dtype, rows, units, x.stride(0), copy.stride(0))((), (x, copy))
 
 
-def copy_seconds(nbytes: int) -> float:
-    """What a copy adds to a product, about: H200, 12.5 MB in 8 microseconds beside its launch."""
-    return 2.0e-6 + nbytes / 1.6e12
-
-
 def _new(x: Tensor) -> Tensor:
     rows, columns = x.shape
     line = _LINE_BYTES // x.element_size()
