@@ -23,8 +23,9 @@ from rooftile.planning.roofline import least_time, linear_work
 FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
 # Predictions of plain products are too kind to us by up to 1.7x and cuBLAS is seldom beaten by much:
-# with this, what "auto" takes loses 1.8% on PEERS.md's list, 2.0% on decode shapes and 0.9% on random ones
-# against the better of both; without it 7.9%, 2.6% and 1.0%.
+# with this, what "auto" takes loses 1.8% on PEERS.md's list, 2.0% on decode shapes and 0.9% on random
+# multiples of 8
+# against the better of both (products without copies); without it 7.9%, 2.6% and 1.0%.
 _MARGIN = 0.7
 _MOST_K = 2**20  # two waves of tiles, times the CTAs, times the steps of a tile stay below 2^30
 _DTYPES = {
