@@ -37,12 +37,12 @@ SMALL = {
     ),
     128: (
         Config(128, 1, 64, 3, (0, 64), few=8, ctas=2),
-        Config(128, 1, 64, 3, (0, 64), few=16, ctas=2),
+        Config(128, 1, 64, 3, (0, 64), few=16, ctas=2, q_stages=1),
         Config(128, 1, 64, 3, (0, 64), ctas=2, q_stages=1),
     ),
     256: (
         Config(256, 1, 64, 3, (0, 112), few=8),
-        Config(256, 1, 64, 3, (0, 112), few=16),
+        Config(256, 1, 64, 3, (0, 112), few=16, q_stages=1),
         Config(256, 1, 64, 3, (0, 112), q_stages=1),
     ),
 }
