@@ -252,9 +252,8 @@ def test_a_dead_engine_says_so_and_nobody_hangs(model_path: str) -> None:
         def broken() -> None:
             raise MemoryError("the loop itself broke")
 
-        task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
-        await asyncio.sleep(0.05)
         engine._engine._core.step = broken  # type: ignore[assignment]
+        task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
         with pytest.raises(EngineDeadError, match="the loop itself broke"):
             await task
         assert not engine.is_alive
@@ -301,7 +300,9 @@ def test_a_child_that_dies_is_an_engine_that_died(model_path: str) -> None:
     async def main() -> None:
         engine = AsyncLLM(model_path, engine="process", **OPTIONS)
         task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(
+            0
+        )  # the request is on its way; its text would take longer than the kill
         assert isinstance(engine._engine, EngineProcess)
         os.kill(engine._engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):

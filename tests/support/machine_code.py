@@ -27,7 +27,12 @@ from rooftile.kernels.triton_version import GluonASTSource
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 HOPPER = 90
 SHARED_MEMORY = 227 * 1024  # bytes that one CTA of sm_90 may have
-_TYPE_NAMES = {gl.bfloat16: "bf16", gl.float16: "fp16", gl.float32: "fp32", gl.float8e4nv: "fp8e4nv"}
+_TYPE_NAMES = {
+    gl.bfloat16: "bf16",
+    gl.float16: "fp16",
+    gl.float32: "fp32",
+    gl.float8e4nv: "fp8e4nv",
+}
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 
