@@ -88,7 +88,7 @@ def test_leaving_and_cancelling_abort_the_request(run: Callable[[Body], None]) -
             if len(output.outputs[0].token_ids) > 3:
                 break
         task = asyncio.create_task(last_text(engine.generate("cancel", LONG)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.002)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -271,7 +271,7 @@ def test_shutdown_ends_open_requests(model_path: str, kind: str) -> None:
     async def main() -> None:
         engine = AsyncLLM(model_path, engine=kind, **OPTIONS)
         task = asyncio.create_task(last_text(engine.generate("open", LONG)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.002)
         engine.shutdown()
         engine.shutdown()
         await task
