@@ -16,6 +16,7 @@ from rooftile.cli.main import app
     [
         (["conv"], "there is no operator 'conv'"),
         (["attention", "--dtype", "fp8"], "dtype is 'fp8'"),
+        (["attention", "--cases", ", "], "cases is ', '; name a group or a case"),
         (["attention", "--target", "sm_50"], "there is no target 'sm_50'"),
         (["attention", "--kernels", "cuda"], "no compiled kernel 'cuda'"),
         (["attention", "--kernels", "gluon", "--target", "sm_80"], "gluon kernels are for sm_90a"),
@@ -26,6 +27,19 @@ def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_cases_without_a_kernel_are_left_out_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    command = ["compile", "attention", "--cases", "b1 s64 h2 d500", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "gluon has no kernel for 'b1 s64 h2/2 d500 full'" in result.output
+    assert "triton has no kernel for 'b1 s64 h2/2 d500 full': k_dim is 500" in result.output
+    assert "0 kernels compiled" in result.output
+    asked = CliRunner().invoke(app, [*command, "--kernels", "triton"], env={"COLUMNS": "200"})
+    assert asked.exit_code == 1
+    assert "error: triton has no kernel for" in asked.output
 
 
 def test_builds_once_and_finds_again(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_a_plot_that_cannot_be_written_is_refused_at_once(operator: str, tmp_pat
         (["attention", "b1 s1"], "no 'h' word"),
         (["attention", CASE, "-m", "abacus"], "no machine 'abacus'"),
         (["attention", CASE, "--rows", "17"], "rows is 17"),
-        (["attention", "b1 s64 h1 d512", "-m", "h200"], "beyond 256"),
+        (["attention", "b1 s64 h1 d512", "-m", "h200"], "beyond 256, the largest of the Hopper"),
+        (["attention", "b1 s64 h1 d512", "-m", "b200"], "beyond 256, the largest of the portable"),
     ],
 )
 def test_refusals(arguments: list[str], message: str) -> None:

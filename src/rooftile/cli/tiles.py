@@ -40,12 +40,7 @@ def choice(case: AttentionCase, machine: str) -> Choice:
 
 def _hopper(case: AttentionCase) -> Choice:
     table = _hopper_table()
-    largest = max(table.CONFIGS)
-    if max(case.k_dim, case.v_dim) > largest:
-        raise ValueError(
-            f"head dims {case.k_dim} and {case.v_dim} are beyond {largest}, the largest of the "
-            f"Hopper kernel; choose smaller ones"
-        )
+    _check_dims(case, max(table.CONFIGS), "Hopper")
     q_len = max(case.q_lens)
     config = table.config_of(case.k_dim, case.v_dim, q_len, 0 if case.causal else -1)
     usual = table.CONFIGS[config.dim]
@@ -60,6 +55,14 @@ def _hopper(case: AttentionCase) -> Choice:
     reason += f"; {config.groups} warpgroups of 64 rows, {config.consumer_registers} registers each"
     tile = Tile(config.tile_rows, config.block, config.stages)
     return Choice("gluon", tile, config.dim, config.dim, config.groups, reason)
+
+
+def _check_dims(case: AttentionCase, largest: int, kernel: str) -> None:
+    if max(case.k_dim, case.v_dim) > largest:
+        raise ValueError(
+            f"head dims {case.k_dim} and {case.v_dim} are beyond {largest}, the largest of the "
+            f"{kernel} kernel; choose smaller ones"
+        )
 
 
 def _hopper_table() -> Any:
@@ -80,8 +83,9 @@ def _hopper_table() -> Any:
 
 
 def _portable(case: AttentionCase) -> Choice:
-    from rooftile.kernels.triton.attention_tiles import config_of
+    from rooftile.kernels.triton.attention_tiles import LARGEST_DIM, config_of
 
+    _check_dims(case, LARGEST_DIM, "portable")
     k_dim, v_dim = (max(16, 1 << (dim - 1).bit_length()) for dim in (case.k_dim, case.v_dim))
     config = config_of(max(k_dim, v_dim), 2, max(case.q_lens), case.causal)
     reason = (

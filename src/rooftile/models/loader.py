@@ -222,6 +222,7 @@ def _check_size(
     config: DecoderConfig, dtype: torch.dtype, quantization: str, group: ParallelGroup, where: str
 ) -> None:
     """Refuse a model that this machine can never hold; ValueError."""
+    tables = rotary_tables(config)
     bits = QUANTISED_BITS.get(quantization, 8 * dtype.itemsize)
     check_memory(
         f"{where}: a model of {len(config.layers)} layers, hidden size {config.hidden} and "
@@ -230,9 +231,9 @@ def _check_size(
         "check these fields, or take a smaller dtype or model",
     )
     check_memory(
-        f"{where}: a context of {config.max_position} positions",
-        sum(4 * length * rotary.dim for rotary, length in rotary_tables(config)),
-        "check the field of the configuration, or lower max_model_len",
+        f"{where}: a context of {max((n for _, n in tables), default=0)} positions",
+        sum(4 * length * rotary.dim for rotary, length in tables),
+        "check the field of the configuration, or lower max_model_len or dual_chunk's chunk_size",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -105,7 +106,11 @@ def make(
 
 
 def build(name: str, dtype: torch.dtype, family: str) -> None:
-    """The kernels that this case launches; its tensors are never written, so they take no memory."""
+    """The kernels that this case launches; its tensors are never written, so they take no memory.
+
+    Raises:
+        NotImplementedError: the family has no kernel for the case.
+    """
     case = attention_case(name)
 
     def empty(lens: tuple[int, ...], heads: int, dim: int) -> Tensor:
@@ -117,6 +122,10 @@ def build(name: str, dtype: torch.dtype, family: str) -> None:
     v = empty(case.kv_lens, case.num_kv_heads, case.v_dim)
     options = (None, -1, 0 if case.causal else -1, 0.0, case.k_dim**-0.5)
     kernels = import_module(f"rooftile.kernels.{family}.attention")
+    call = replace(attention_call(q, k, v, *options[:4]), device="cuda")
+    reason = kernels.KERNELS["attention_varlen" if case.ragged else "attention"].supports(call)
+    if reason is not None:
+        raise NotImplementedError(f"{family} has no kernel for {case.name!r}: {reason}")
     if case.ragged:
         cu = [
             torch.tensor([0, *lens]).cumsum(0).to(torch.int32)

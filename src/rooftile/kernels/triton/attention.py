@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.offline import capability
-from rooftile.kernels.triton.attention_tiles import INTERPRETED, Config, config_of
+from rooftile.kernels.triton.attention_tiles import INTERPRETED, LARGEST_DIM, Config, config_of
 
 _LOG2_E = 1.4426950408889634
 UNBOUNDED = 2**30  # beyond every length
@@ -522,8 +522,8 @@ def supports(call: Any) -> str | None:
     elif call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it takes bfloat16, float16 and float32, not {call.dtype}"
     for name, dim in (("k_dim", call.k_dim), ("v_dim", call.v_dim)):
-        if dim > 256:
-            return f"{name} is {dim}; it takes up to 256"
+        if dim > LARGEST_DIM:
+            return f"{name} is {dim}; it takes up to {LARGEST_DIM}"
     if call.page_size:
         return "it reads dense and ragged keys, not pages"
     return None

@@ -9,6 +9,9 @@ from functools import cache
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+LARGEST_DIM = 256  # of keys and of values
+
+
 @dataclass(frozen=True)
 class Config:
     """One CTA: rows of queries, keys at a time, warps, blocks of K and V in flight."""
