@@ -18,7 +18,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 def bench_ops(
     operator: Annotated[
-        str, typer.Argument(metavar="OPERATOR", help="attention, paged or split_kv")
+        str, typer.Argument(metavar="OPERATOR", help="attention, gemm, paged or split_kv")
     ],
     cases: Annotated[
         str,
@@ -31,7 +31,10 @@ def bench_ops(
     ] = "",
     peers: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="cudnn, fa2, flex on a GPU; sdpa on a CPU."),
+        typer.Option(
+            metavar="NAMES",
+            help="Of attention cudnn, fa2, flex on a GPU, sdpa on a CPU; of paged read, sdpa; of gemm torch.",
+        ),
     ] = "",
     kernels: Annotated[
         str,
