@@ -78,7 +78,7 @@ def test_more_memory_than_there_is_names_the_options(
     monkeypatch.setattr(loading, "load_llm", load)
     result = rooftile("generate", "-m", "x", "p")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: not enough memory for {2**53} bytes; take a smaller")
+    assert result.stderr.startswith(f"error: not enough memory for {2**53} bytes; ask for less")
     assert "--num-pages" in result.stderr
 
 

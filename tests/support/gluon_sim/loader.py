@@ -35,7 +35,8 @@ def _import(names: list[str]) -> None:
     attributes = {
         n: getattr(kernels, n) for n in ("gluon", "triton_version") if hasattr(kernels, n)
     }
-    ours = {n: m for n, m in sys.modules.items() if n.startswith(_OURS)}
+    # Of the modules asked for: those that are not ours, such as the tutorials' examples.
+    ours = {n: m for n, m in sys.modules.items() if n.startswith(_OURS) or n in names}
     triton = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
     for name in (*ours, *triton):
         del sys.modules[name]
@@ -49,9 +50,16 @@ def _import(names: list[str]) -> None:
             _poison_released_stages(getattr(module, ring), tiles)
         _simulated.update({n: m for n, m in sys.modules.items() if n.startswith(_OURS)})
     finally:
-        for name in [n for n in sys.modules if n.startswith((*_OURS, "triton"))]:
-            if name == "triton" or name.startswith(("triton.", *_OURS)):
+        for name in [n for n in sys.modules if n.startswith((*_OURS, "triton")) or n in names]:
+            if name == "triton" or name.startswith(("triton.", *_OURS)) or name in names:
                 del sys.modules[name]
+        for name in names:  # `from package import module` reads the attribute
+            package, _, module = name.rpartition(".")
+            if package in sys.modules and hasattr(sys.modules[package], module):
+                if name in ours:
+                    setattr(sys.modules[package], module, ours[name])
+                else:
+                    delattr(sys.modules[package], module)
         sys.modules.update(ours)
         sys.modules.update(triton)
         for name in ("gluon", "triton_version"):
