@@ -15,11 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.offline import capability
 from rooftile.kernels.triton.attention_tiles import INTERPRETED, LARGEST_DIM, Config, config_of
+from rooftile.kernels.triton.descriptors import (
+    describe,
+    has_copy_engine,
+    is_addressable,
+    unit_stride,
+)
 
 _LOG2_E = 1.4426950408889634
 UNBOUNDED = 2**30  # beyond every length
@@ -394,10 +398,6 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """The row maximum is taken of raw scores, which needs a positive scale."""
     if scale > 0:
@@ -424,7 +424,7 @@ def _launch(
     if lse.numel() == 0:
         return
     q, scale = _positive_scale(q, scale)
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    q, k, v = (unit_stride(x) for x in (q, k, v))
     num_heads, k_dim, v_dim = q.shape[-2], q.shape[-1], v.shape[-1]
     k_tile, v_tile = (max(16, triton.next_power_of_2(n)) for n in (k_dim, v_dim))
     config = config or config_of(max(k_tile, v_tile), q.element_size(), most_rows, right >= 0)
@@ -434,7 +434,7 @@ def _launch(
         num_heads,
         batch if cu_seqlens is None else batch + 1,
     )
-    by_descriptor = capability(q.device) >= (9, 0) and all(map(_addressable, (q, k, v)))
+    by_descriptor = has_copy_engine(q.device) and all(map(is_addressable, (q, k, v)))
     descriptors: tuple[Any, ...] = (None,) * 4
     if by_descriptor:
         boxes = (
@@ -443,9 +443,9 @@ def _launch(
             (v, config.block, v_tile),
         )
         stored = None
-        if cu_seqlens is None and _addressable(out):
-            stored = _describe(out, config.tile_rows, v_tile)
-        descriptors = (*(_describe(*box) for box in boxes), stored)
+        if cu_seqlens is None and is_addressable(out):
+            stored = describe(out, config.tile_rows, v_tile)
+        descriptors = (*(describe(*box) for box in boxes), stored)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         attention_kernel[grid](
             *(q, k, v),
@@ -485,32 +485,6 @@ def _launch(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-
-
-def _addressable(x: Tensor) -> bool:
-    """Whether the copy engine can load from x: multiples of 16 bytes, and something to load."""
-    unit = 16 // x.element_size()
-    return (
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(
-            size == 1 or (stride > 0 and stride % unit == 0)
-            for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
-    )
-
-
-def _describe(
-    x: Tensor,  # [batch, length, heads, dim]
-    block: int,
-    tile: int,
-) -> TensorDescriptor:
-    """[batch, heads, length, dim], loaded in boxes of [1, 1, block, tile]."""
-    batch, length, heads, dim = x.shape
-    unit = 16 // x.element_size()
-    # A dimension of size 1 is never stepped over, so any legal stride will do.
-    strides = [x.stride(i) if x.shape[i] > 1 else unit for i in (0, 2, 1)]
-    return TensorDescriptor(x, [batch, heads, length, dim], [*strides, 1], [1, 1, block, tile])
 
 
 def supports(call: Any) -> str | None:
