@@ -10,7 +10,8 @@ from rooftile.models.config import DecoderConfig, MoeSpec
 from rooftile.planning.hardware import Machine
 from rooftile.planning.roofline import Bound, Work, attention_work, least_time, linear_work
 
-# Bytes of a weight's number with its share of the scales: in the layers, and in the head.
+# Bytes of a weight's number with its share of the scales: in the layers, and in the head. The least:
+# of weights that Rooftile quantises to int4 itself, some stay in 8 bits.
 WEIGHT_BYTES = {"none": (None, None), "int8": (1.0, 34 / 32), "int4": (20 / 32, 34 / 32)}
 
 
