@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from rooftile.kernels.triton.interpreter import INTERPRETED
+
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn
 
 

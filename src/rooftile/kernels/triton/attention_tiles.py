@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
+from rooftile.kernels.triton.interpreter import INTERPRETED
 
 LARGEST_DIM = 256  # of keys and of values
 

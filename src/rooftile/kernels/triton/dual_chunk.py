@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.attention_tiles import INTERPRETED, config_of
+from rooftile.kernels.triton.attention_tiles import config_of
 from rooftile.kernels.triton.descriptors import (
     describe,
     has_copy_engine,
@@ -23,6 +23,7 @@ from rooftile.kernels.triton.descriptors import (
     unit_stride,
 )
 from rooftile.kernels.triton.dual_chunk_paged import paged_dual_chunk_attention
+from rooftile.kernels.triton.refusal import refusal
 
 LOG2_E = 1.4426950408889634
 
@@ -367,13 +368,9 @@ def _launch(
 
 
 def supports(call: Any) -> str | None:
-    if INTERPRETED:
-        if call.dtype not in (torch.float16, torch.float32):
-            return f"Triton's interpreter takes float16 and float32, not {call.dtype}"
-    elif call.device != "cuda":
-        return f"it needs a GPU, not a {call.device}"
-    elif call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it takes bfloat16, float16 and float32, not {call.dtype}"
+    reason = refusal(call)
+    if reason is not None:
+        return reason
     for name, dim in (("k_dim", call.k_dim), ("v_dim", call.v_dim)):
         if dim > 256:
             return f"{name} is {dim}; it takes up to 256"

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import refusal
+from rooftile.kernels.triton.refusal import refusal
 
 
 @triton.jit

@@ -7,7 +7,6 @@ of a tile that a later program finishes, and waits for parts of programs before 
 """
 # mypy: disable-error-code="no-untyped-def"
 
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +19,9 @@ from rooftile.kernels import Kernel
 from rooftile.kernels.flags import discard_flags, flags
 from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.torch.gemm import efficiency as vendor_efficiency
+from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.planning.stream_k import Decomposition, Product, Tiling, hybrid
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED_CTAS = 3
 FP8 = torch.float8_e4m3fn
 

@@ -6,7 +6,6 @@ Triton's interpreter on a CPU (TRITON_INTERPRET=1 before the import; float16 and
 """
 # mypy: disable-error-code="no-untyped-def"
 
-import os
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from rooftile.kernels.triton.interpreter import INTERPRETED
 
 
 @triton.jit(do_not_specialize=["groups", "out_features", "in_features"])

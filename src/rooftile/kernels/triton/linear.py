@@ -20,7 +20,8 @@ from rooftile.kernels import Kernel
 from rooftile.kernels.triton.activation import gated, gated_activation
 from rooftile.kernels.triton.activation import supports as gate_supports
 from rooftile.kernels.triton.norm import rms_norm
-from rooftile.kernels.triton.pointwise import early, overlap, refusal, where
+from rooftile.kernels.triton.pointwise import early, overlap, where
+from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 MOST_ROWS = 4

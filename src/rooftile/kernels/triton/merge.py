@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.split_kv import MERGE_WORDS
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import early, overlap, refusal, rows_of, where
+from rooftile.kernels.triton.pointwise import early, overlap, rows_of, where
+from rooftile.kernels.triton.refusal import refusal
 
 TILE_ELEMENTS = 2048  # of a program that takes several short rows
 MAX_HIDDEN = 16384  # a row stays in registers

@@ -8,7 +8,6 @@ merges the strips that were split. Runs on every GPU that Triton supports and in
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.append import append_kv, append_supports
+from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.merge import merge_parts
+from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
 from rooftile.planning.split_cost import ITEM_CLOCKS, tile_clocks
 from rooftile.planning.split_kv import Layout
@@ -28,7 +29,6 @@ from rooftile.types import SplitSpec
 
 LOG2_E = 1.4426950408889634
 UNBOUNDED = 2**30  # beyond every length
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LATENT_DIM = 576  # largest k_dim, and 512 of v: multi-head latent attention
 PIECE_TOKENS = 4096  # where batch-invariant splits fall
 
@@ -580,13 +580,9 @@ def _largest_power(n: int) -> int:
 
 
 def supports(call: Any) -> str | None:
-    if INTERPRETED:
-        if call.dtype not in (torch.float16, torch.float32):
-            return f"Triton's interpreter takes float16 and float32, not {call.dtype}"
-    elif call.device != "cuda":
-        return f"it needs a GPU, not a {call.device}"
-    elif call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it takes bfloat16, float16 and float32, not {call.dtype}"
+    reason = refusal(call)
+    if reason is not None:
+        return reason
     if call.kv_dtype not in (None, torch.float8_e4m3fn):
         return f"it takes pages of q's dtype or float8_e4m3fn, not {call.kv_dtype}"
     if call.k_dim > LATENT_DIM or call.v_dim > 512:

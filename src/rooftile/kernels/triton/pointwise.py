@@ -1,11 +1,10 @@
-"""What the memory-bound Triton kernels share: what they run on, how rows lie in memory, and how one
-kernel starts under the end of another (programmatic dependent launch, on Hopper and later).
+"""What the memory-bound Triton kernels share: the device to launch on, how rows lie in memory, and
+how one kernel starts under the end of another (programmatic dependent launch, on Hopper and later).
 """
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -15,22 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refusal(call: Any) -> str | None:
-    """Why these kernels cannot run a call of this device and dtype."""
-    if INTERPRETED:
-        if call.dtype not in (torch.float16, torch.float32):
-            return f"Triton's interpreter rounds float16 and float32 right, not {call.dtype}"
-        return None
-    if call.device != "cuda":
-        return f"it needs a GPU, not a {call.device}"
-    if call.dtype not in DTYPES:
-        return f"it takes bfloat16, float16 and float32, not {call.dtype}"
-    return None
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import early, overlap, refusal, where
+from rooftile.kernels.triton.pointwise import early, overlap, where
+from rooftile.kernels.triton.refusal import refusal
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import refusal, where
+from rooftile.kernels.triton.pointwise import where
+from rooftile.kernels.triton.refusal import refusal
 
 
 @triton.jit

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.reference import sampling as reference
-from rooftile.kernels.triton.pointwise import INTERPRETED, where
+from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.pointwise import where
 
 CHUNK = 128
 TILE = 2048

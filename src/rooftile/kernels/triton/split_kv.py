@@ -10,19 +10,17 @@ and write different items. Stores and later loads of one program are ordered by 
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.split_kv_single import split_kv_single_kernel
 from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge
 from rooftile.types import SplitSpec
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
 MOST_SINGLE = 1024  # requests whose sums fit the registers of one program

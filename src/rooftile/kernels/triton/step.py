@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.triton.pointwise import INTERPRETED, where
+from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.pointwise import where
 
 UPDATERS = 4 if INTERPRETED else 64  # programs that share the changes of page tables
 BLOCK = 256
