@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import attention as plain
 from rooftile.kernels.gluon import paged
-from rooftile.kernels.torch.differential import stack_queries
+from rooftile.kernels.torch.differential import over_pages, stack_queries
 from rooftile.kernels.triton.differential import Outputs, subtract
 
 
@@ -68,42 +68,7 @@ def differential_attention_varlen(
     return subtract(*plain.attention_varlen(q, k, v, *lengths, None, left, right, 0.0, scale), lam)
 
 
-def paged_differential_attention(
-    q1: Tensor,  # [tokens, num_q_pairs, k_dim]
-    q2: Tensor,  # [tokens, num_q_pairs, k_dim]
-    k_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, 2 * k_dim or k_dim]
-    v_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, v_dim]
-    lam: Tensor,  # [num_q_pairs] or [tokens, num_q_pairs]
-    cu_seqlens_q: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch]
-    page_table: Tensor,  # [batch, max_pages]
-    max_q_len: int,
-    max_kv_len: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
-    out, lse = paged.paged_attention(
-        stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2]),
-        k_pages,
-        v_pages,
-        cu_seqlens_q,
-        kv_lens,
-        page_table,
-        max_q_len,
-        max_kv_len,
-        sink=None,
-        left=left,
-        right=right,
-        softcap=0.0,
-        scale=scale,
-        k_scale=None,
-        v_scale=None,
-        batch_invariant=False,
-        plan=None,
-        split=[],
-    )
-    return subtract(out, lse, lam)
+paged_differential_attention = over_pages(paged.paged_attention, subtract)
 
 
 def paged_supports(call: Any) -> str | None:

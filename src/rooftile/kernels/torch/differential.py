@@ -6,6 +6,7 @@ read once for both softmaxes, for twice the products with the keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,43 +78,56 @@ def differential_attention_varlen(
     return subtract(*plain.attention_varlen(q, k, v, *lengths, None, left, right, 0.0, scale), lam)
 
 
-def paged_differential_attention(
-    q1: Tensor,  # [tokens, num_q_pairs, k_dim]
-    q2: Tensor,  # [tokens, num_q_pairs, k_dim]
-    k_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, 2 * k_dim or k_dim]
-    v_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, v_dim]
-    lam: Tensor,  # [num_q_pairs] or [tokens, num_q_pairs]
-    cu_seqlens_q: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch]
-    page_table: Tensor,  # [batch, max_pages]
-    max_q_len: int,
-    max_kv_len: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> Outputs:
-    q = stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2])
-    out, lse = paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        cu_seqlens_q,
-        kv_lens,
-        page_table,
-        max_q_len,
-        max_kv_len,
-        sink=None,
-        left=left,
-        right=right,
-        softcap=0.0,
-        scale=scale,
-        k_scale=None,
-        v_scale=None,
-        batch_invariant=False,
-        plan=None,
-        split=[],
-    )
-    return subtract(out, lse, lam)
+def over_pages(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    subtract: Callable[[Tensor, Tensor, Tensor], Outputs],
+) -> Callable[..., Outputs]:
+    """`paged_differential_attention` as one call of a family's `paged_attention`, whose pages hold the
+    keys of a pair side by side, and that family's way to subtract.
+    """
+
+    def paged_differential_attention(
+        q1: Tensor,  # [tokens, num_q_pairs, k_dim]
+        q2: Tensor,  # [tokens, num_q_pairs, k_dim]
+        k_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, 2 * k_dim or k_dim]
+        v_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, v_dim]
+        lam: Tensor,  # [num_q_pairs] or [tokens, num_q_pairs]
+        cu_seqlens_q: Tensor,  # [batch + 1]
+        kv_lens: Tensor,  # [batch]
+        page_table: Tensor,  # [batch, max_pages]
+        max_q_len: int,
+        max_kv_len: int,
+        left: int,
+        right: int,
+        scale: float,
+    ) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
+        q = stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2])
+        out, lse = attention(
+            q,
+            k_pages,
+            v_pages,
+            cu_seqlens_q,
+            kv_lens,
+            page_table,
+            max_q_len,
+            max_kv_len,
+            sink=None,
+            left=left,
+            right=right,
+            softcap=0.0,
+            scale=scale,
+            k_scale=None,
+            v_scale=None,
+            batch_invariant=False,
+            plan=None,
+            split=[],
+        )
+        return subtract(out, lse, lam)
+
+    return paged_differential_attention
+
+
+paged_differential_attention = over_pages(paged_attention, subtract)
 
 
 def supports(call: Any) -> str | None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.torch.differential import stack_queries
+from rooftile.kernels.torch.differential import over_pages
 from rooftile.kernels.triton import attention as plain
 from rooftile.kernels.triton import paged
 from rooftile.kernels.triton.descriptors import (
@@ -29,6 +29,8 @@ from rooftile.kernels.triton.descriptors import (
     is_addressable,
     unit_stride,
 )
+from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.refusal import refusal
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 LOG2_E = 1.4426950408889634
@@ -316,7 +318,7 @@ class Config:
 @cache
 def config_of(v_tile: int, itemsize: int) -> Config:
     """Two outputs [tile_rows, v_tile] in float32 must fit the registers of a CTA."""
-    if paged.INTERPRETED:
+    if INTERPRETED:
         return Config(32, 32, 4, 1)
     if itemsize == 4:
         return Config(32, 32, 4, 2)
@@ -506,52 +508,13 @@ def subtract(stacked: Tensor, stacked_lse: Tensor, lam: Tensor) -> Outputs:
     return out, lse1, lse2
 
 
-def paged_differential_attention(
-    q1: Tensor,  # [tokens, num_q_pairs, k_dim]
-    q2: Tensor,  # [tokens, num_q_pairs, k_dim]
-    k_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, 2 * k_dim or k_dim]
-    v_pages: Tensor,  # [num_pages, num_kv_pairs, page_size, v_dim]
-    lam: Tensor,  # [num_q_pairs] or [tokens, num_q_pairs]
-    cu_seqlens_q: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch]
-    page_table: Tensor,  # [batch, max_pages]
-    max_q_len: int,
-    max_kv_len: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
-    out, lse = paged.paged_attention(
-        stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2]),
-        k_pages,
-        v_pages,
-        cu_seqlens_q,
-        kv_lens,
-        page_table,
-        max_q_len,
-        max_kv_len,
-        sink=None,
-        left=left,
-        right=right,
-        softcap=0.0,
-        scale=scale,
-        k_scale=None,
-        v_scale=None,
-        batch_invariant=False,
-        plan=None,
-        split=[],
-    )
-    return subtract(out, lse, lam)
+paged_differential_attention = over_pages(paged.paged_attention, subtract)
 
 
 def supports(call: Any) -> str | None:
-    if paged.INTERPRETED:
-        if call.dtype not in (torch.float16, torch.float32):
-            return f"Triton's interpreter takes float16 and float32, not {call.dtype}"
-    elif call.device != "cuda":
-        return f"it needs a GPU, not a {call.device}"
-    elif call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it takes bfloat16, float16 and float32, not {call.dtype}"
+    reason = refusal(call)
+    if reason is not None:
+        return reason
     for name, dim in (("k_dim", call.k_dim), ("v_dim", call.v_dim)):
         if dim > 256:
             return f"{name} is {dim}; it takes up to 256"
