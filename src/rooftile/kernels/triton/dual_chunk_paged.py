@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels.triton.merge import merge_parts
-from rooftile.kernels.triton.paged import LOG2_E, config_of, split_of
+from rooftile.kernels.triton.paged import LOG2_E, clear_padding, config_of, split_of, store_item
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
 from rooftile.planning.split_kv import Layout
 
@@ -235,16 +235,10 @@ def _run_item(
 
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    v_column = tl.arange(0, v_tile)
-    mask = valid[:, None] & (v_column < v_dim)[None, :]
-    if partial_row < 0:
-        at = (q_begin + token).to(tl.int64) * num_heads + head
-        tl.store(out + at[:, None] * v_dim + v_column[None, :], o.to(out.dtype.element_ty), mask)
-        tl.store(lse + at, log_sum, mask=valid)
-    else:
-        at = (partial_row + lane).to(tl.int64)
-        tl.store(partial_out + at[:, None] * v_dim + v_column[None, :], o, mask)
-        tl.store(partial_lse + at, log_sum, mask=valid)
+    store_item(
+        o, log_sum, out, lse, partial_out, partial_lse, partial_row, lane, valid, q_begin, token, head,
+        num_heads, v_dim, v_tile,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "items_at", "ctas_at", "chunk_len"])
@@ -319,16 +313,7 @@ def paged_dual_chunk_kernel(
                 k_dim, v_dim, large_rows, k_tile, v_tile, page_size, block, has_softcap,
                 exact_dims, straddles, stages,
             )  # fmt: skip
-    # Padding: tokens after the last request.
-    column = tl.arange(0, 1024)
-    used = tl.load(cu_seqlens_q + batch).to(tl.int32)
-    for token in range(used + program, tokens, tl.num_programs(0)):
-        at = (tl.zeros([], tl.int64) + token) * num_heads
-        for start in range(0, num_heads * v_dim, 1024):
-            mask = start + column < num_heads * v_dim
-            tl.store(out + at * v_dim + start + column, 0.0, mask=mask)
-        for start in range(0, num_heads, 1024):
-            tl.store(lse + at + start + column, float("-inf"), mask=start + column < num_heads)
+    clear_padding(cu_seqlens_q, batch, tokens, program, out, lse, num_heads, v_dim)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,50 @@ def _visit(
 
 
 @triton.jit
+def store_item(
+    o,  # [rows, v_tile], normalised
+    log_sum,  # [rows]
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    partial_row,  # of the item's first row in the partial buffers; negative: the output itself
+    lane,  # [rows], 0, 1, ...
+    valid,  # [rows]
+    q_begin,
+    token,  # [rows], of the request
+    head,  # [rows]
+    num_heads,
+    v_dim,
+    v_tile: tl.constexpr,
+):
+    v_column = tl.arange(0, v_tile)
+    mask = valid[:, None] & (v_column < v_dim)[None, :]
+    if partial_row < 0:
+        at = (q_begin + token).to(tl.int64) * num_heads + head
+        tl.store(out + at[:, None] * v_dim + v_column[None, :], o.to(out.dtype.element_ty), mask)
+        tl.store(lse + at, log_sum, mask=valid)
+    else:
+        at = (partial_row + lane).to(tl.int64)
+        tl.store(partial_out + at[:, None] * v_dim + v_column[None, :], o, mask)
+        tl.store(partial_lse + at, log_sum, mask=valid)
+
+
+@triton.jit
+def clear_padding(cu_seqlens_q, batch, tokens, program, out, lse, num_heads, v_dim):
+    """Tokens after the last request, shared out among the programs."""
+    column = tl.arange(0, 1024)
+    used = tl.load(cu_seqlens_q + batch).to(tl.int32)
+    for token in range(used + program, tokens, tl.num_programs(0)):
+        at = (tl.zeros([], tl.int64) + token) * num_heads
+        for start in range(0, num_heads * v_dim, 1024):
+            mask = start + column < num_heads * v_dim
+            tl.store(out + at * v_dim + start + column, 0.0, mask=mask)
+        for start in range(0, num_heads, 1024):
+            tl.store(lse + at + start + column, float("-inf"), mask=start + column < num_heads)
+
+
+@triton.jit
 def _run_item(
     words,  # pointer to the item
     q,
@@ -286,16 +330,10 @@ def _run_item(
     if scaled:
         o = o * tl.load(v_scale + kv_head)
     log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    v_column = tl.arange(0, v_tile)
-    mask = valid[:, None] & (v_column < v_dim)[None, :]
-    if partial_row < 0:
-        at = (q_begin + token).to(tl.int64) * num_heads + head
-        tl.store(out + at[:, None] * v_dim + v_column[None, :], o.to(out.dtype.element_ty), mask)
-        tl.store(lse + at, log_sum, mask=valid)
-    else:
-        at = (partial_row + lane).to(tl.int64)
-        tl.store(partial_out + at[:, None] * v_dim + v_column[None, :], o, mask)
-        tl.store(partial_lse + at, log_sum, mask=valid)
+    store_item(
+        o, log_sum, out, lse, partial_out, partial_lse, partial_row, lane, valid, q_begin, token, head,
+        num_heads, v_dim, v_tile,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "items_at", "table_stride", "left", "right"])
@@ -379,16 +417,7 @@ def paged_attention_kernel(
                 k_dim, v_dim, large_rows, main_dim, rest_tile, v_tile, page_size, block, has_left,
                 has_right, has_softcap, has_sink, has_tree, scaled, latent, exact_k, exact_v,
             )  # fmt: skip
-    # Padding: tokens after the last request.
-    column = tl.arange(0, 1024)
-    used = tl.load(cu_seqlens_q + batch).to(tl.int32)
-    for token in range(used + program, tokens, tl.num_programs(0)):
-        at = (tl.zeros([], tl.int64) + token) * num_heads
-        for start in range(0, num_heads * v_dim, 1024):
-            mask = start + column < num_heads * v_dim
-            tl.store(out + at * v_dim + start + column, 0.0, mask=mask)
-        for start in range(0, num_heads, 1024):
-            tl.store(lse + at + start + column, float("-inf"), mask=start + column < num_heads)
+    clear_padding(cu_seqlens_q, batch, tokens, program, out, lse, num_heads, v_dim)
 
 
 @dataclass(frozen=True)
