@@ -8,7 +8,6 @@ what belongs to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels.triton.merge import merge_parts
-from rooftile.kernels.triton.paged import LOG2_E, clear_padding, config_of, split_of, store_item
+from rooftile.kernels.triton.paged import (
+    LOG2_E,
+    Planned,
+    clear_padding,
+    config_of,
+    split_of,
+    store_item,
+)
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
 from rooftile.planning.split_kv import Layout
 
@@ -314,21 +320,6 @@ def paged_dual_chunk_kernel(
                 exact_dims, straddles, stages,
             )  # fmt: skip
     clear_padding(cu_seqlens_q, batch, tokens, program, out, lse, num_heads, v_dim)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A causal call, as the planner of paged attention reads one."""
-
-    dtype: torch.dtype
-    num_q_heads: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    kv_dtype: torch.dtype | None = None
-    left: int = -1
-    right: int = 0
-    batch_invariant: bool = False
 
 
 def paged_dual_chunk_attention(

@@ -22,7 +22,7 @@ from rooftile.kernels.triton.append import append_kv, append_supports
 from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.merge import merge_parts
 from rooftile.kernels.triton.refusal import refusal
-from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
+from rooftile.kernels.triton.split_kv import ITEM_WORDS, largest_power, split_kv
 from rooftile.planning.split_cost import ITEM_CLOCKS, tile_clocks
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
@@ -485,18 +485,18 @@ def _units() -> int:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What `split_of` reads of an ops.attention.AttentionCall."""
+class Planned:
+    """What `split_of` reads of an ops.attention.AttentionCall; by default of a causal one."""
 
     dtype: torch.dtype
-    kv_dtype: torch.dtype
     num_q_heads: int
     num_kv_heads: int
     k_dim: int
     v_dim: int
-    left: int
-    right: int
-    batch_invariant: bool
+    kv_dtype: torch.dtype | None = None  # None: dtype
+    left: int = -1
+    right: int = 0
+    batch_invariant: bool = False
 
 
 def paged_attention(
@@ -528,9 +528,9 @@ def paged_attention(
         return out, lse
     batch = kv_lens.shape[0]
     if plan is None:
-        call = _Call(
-            *(q.dtype, k_pages.dtype, num_heads, num_kv_heads, k_dim, v_dim, left, right),
-            batch_invariant,
+        heads = (num_heads, num_kv_heads)
+        call = Planned(
+            *(q.dtype, *heads, k_dim, v_dim, k_pages.dtype, left, right, batch_invariant)
         )
         spec = split_of(call, batch, tokens, max_q_len, max_kv_len)
         plan = split_kv(cu_seqlens_q, kv_lens, spec.numbers)
@@ -540,7 +540,7 @@ def paged_attention(
     config = config_of(k_dim, v_dim, q.dtype.itemsize, max_q_len * spec.group_size)
     partial_out = q.new_empty(layout.partial_rows, v_dim, dtype=torch.float32)
     partial_lse = q.new_empty(layout.partial_rows, dtype=torch.float32)
-    main_dim = max(16, _largest_power(k_dim))
+    main_dim = max(16, largest_power(k_dim))
     rest_tile = 0 if k_dim <= main_dim else max(16, triton.next_power_of_2(k_dim - main_dim))
     v_tile = max(16, triton.next_power_of_2(v_dim))
     latent = (
@@ -602,10 +602,6 @@ def paged_attention(
         )
         merge_parts(plan, spec, partial_out, partial_lse, sink, out, lse)
     return out, lse
-
-
-def _largest_power(n: int) -> int:
-    return 1 << n.bit_length() >> 1
 
 
 def supports(call: Any) -> str | None:

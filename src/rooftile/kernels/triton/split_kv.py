@@ -416,9 +416,9 @@ def split_kv(
             plan,
             scratch,
             batch,
-            _largest_power(batch),
+            largest_power(batch),
             layout.entries,
-            _largest_power(layout.entries),
+            largest_power(layout.entries),
             layout.ctas,
             layout.merges,
             layout.items,
@@ -476,7 +476,7 @@ def _split_single(
         )
 
 
-def _largest_power(n: int) -> int:
+def largest_power(n: int) -> int:
     """The largest power of two up to n; 0 for 0."""
     return 1 << n.bit_length() >> 1
 
