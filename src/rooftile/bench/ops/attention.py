@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
 from rooftile.ops.attention import (
     ATTENTION,
     ATTENTION_VARLEN,
@@ -81,17 +81,10 @@ def make(
     right = 0 if case.causal else -1
     operator = ATTENTION_VARLEN if case.ragged else ATTENTION
     call = attention_call(q, k, v, None, -1, right, 0.0)
-    if kernels is None:
-        kernels = [
-            family
-            for family in operator.families
-            if operator.refusal(call, family) is None
-            and (family != "reference" or device.type == "cpu")
-        ]
-    runs: dict[str, Run] = {}
-    for family in kernels:
-        operator.choose(call, family)  # refuses at once, with the reason
-        runs[family] = _ours(case, q, k, v, cu, family)
+    runs = {
+        family: _ours(case, q, k, v, cu, family)
+        for family in families_of(operator, call, device, kernels)
+    }
     others: dict[str, Run] = {}
     absent: dict[str, str] = {}
     for peer in peers:

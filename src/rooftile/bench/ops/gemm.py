@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
 from rooftile.ops.gemm import MATMUL, matmul, matmul_call
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import product_of
@@ -73,22 +73,14 @@ def make(
     )
     b = weight.T
     call = matmul_call(a, b)
-    if kernels is None:
-        kernels = [
-            family
-            for family in MATMUL.families
-            if MATMUL.refusal(call, family) is None
-            and family != "torch"  # a peer, by its own name
-            and (family != "reference" or device.type == "cpu")
-        ]
-    for family in kernels:
-        MATMUL.choose(call, family)  # refuses at once, with the reason
+    # torch is a peer, by its own name.
+    families = families_of(MATMUL, call, device, kernels, left_out=("torch",))
     unknown = [peer for peer in peers if peer not in PEERS]
     if unknown:
         raise ValueError(
             f"there is no peer {unknown[0]!r} for matmul; choose from {', '.join(PEERS)}"
         )
-    runs: dict[str, Run] = {family: _ours(a, b, family) for family in kernels}
+    runs: dict[str, Run] = {family: _ours(a, b, family) for family in families}
     others: dict[str, Run] = {peer: lambda: torch.mm(a, b) for peer in peers}
     work = linear_work(product.m, product.k, product.n, dtype.itemsize)
     return Problem(str(product), work, runs, others, {}, _checker(str(product), a, b))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
 from rooftile.ops.paged import (
     PAGED_ATTENTION,
     paged_attention,
@@ -133,17 +133,10 @@ def make(
     case = decode_case(name)
     made = inputs(case, device, dtype)
     call = paged_call(made.q, made.k_pages, made.v_pages, None, case.window, 0, 0.0)
-    if kernels is None:
-        kernels = [
-            family
-            for family in PAGED_ATTENTION.families
-            if PAGED_ATTENTION.refusal(call, family) is None
-            and (family != "reference" or device.type == "cpu")
-        ]
-    runs: dict[str, Run] = {}
-    for family in kernels:
-        PAGED_ATTENTION.choose(call, family)  # refuses at once, with the reason
-        runs[family] = _ours(made, family)
+    runs = {
+        family: _ours(made, family)
+        for family in families_of(PAGED_ATTENTION, call, device, kernels)
+    }
     others: dict[str, Run] = {}
     absent: dict[str, str] = {}
     for peer in peers:

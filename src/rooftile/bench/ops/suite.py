@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rooftile.ops.operator import Operator
 from rooftile.planning.roofline import Work
 
 Run = Callable[[], Any]
+
+
+def families_of(
+    operator: Operator,
+    call: Hashable,
+    device: torch.device,
+    asked: Sequence[str] | None,
+    left_out: Collection[str] = (),
+) -> list[str]:
+    """The kernels asked for; `None`: all but `left_out` that take the call, the plain reference only on
+    a CPU.
+
+    Raises:
+        ValueError, NotImplementedError: one that was asked for does not exist, or refuses the call.
+    """
+    if asked is None:
+        return [
+            family
+            for family in operator.families
+            if operator.refusal(call, family) is None
+            and family not in left_out
+            and (family != "reference" or device.type == "cpu")
+        ]
+    for family in asked:
+        operator.choose(call, family)
+    return list(asked)
 
 
 @dataclass(frozen=True)
