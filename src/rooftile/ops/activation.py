@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_float, require
+from rooftile.ops.check import (
+    check_float,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -49,6 +53,7 @@ def gelu_and_mul(  # x [..., 2 * size]
 
 
 def _check(name: str, x: Tensor) -> None:
+    check_tensors(name, x=x)
     check_float(name, x=x)
     require(
         x.dim() > 0 and x.shape[-1] % 2 == 0,

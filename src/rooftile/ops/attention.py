@@ -23,6 +23,7 @@ from rooftile.ops.check import (
     check_float,
     check_same,
     check_shape,
+    check_tensors,
     check_whole,
     require,
 )
@@ -78,7 +79,7 @@ def attention(
     """
     kind = None
     plain = score_mod is None and mask_mod is None and alibi_slopes is None
-    if plain and undispatched(q, k, v, sink):
+    if plain and undispatched(q, k, v) and (sink is None or undispatched(sink)):
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -150,7 +151,8 @@ def attention_varlen(
     name = "attention_varlen"
     kind = None
     plain = score_mod is None and mask_mod is None and alibi_slopes is None
-    if plain and undispatched(q, k, v, sink) and not contents_checked(cu_seqlens_q):
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, *(() if sink is None else (sink,)))
+    if plain and undispatched(*given) and not contents_checked(cu_seqlens_q):
         lengths = (cu_seqlens_q, cu_seqlens_k)
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
@@ -201,6 +203,7 @@ def _join_ragged(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, 
 
 
 def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int) -> None:
+    check_tensors(name, q=q, k=k, v=v)
     for tensor_name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != dims:
             raise ValueError(

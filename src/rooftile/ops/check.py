@@ -18,6 +18,11 @@ def require(condition: bool, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
+def check_tensors(operator: str, **tensors: Tensor) -> None:
+    """Tensors, none of them left out: before anything reads their shapes."""
+    _check_tensors(operator, tensors, required=True)
+
+
 def check_float(operator: str, **tensors: Tensor | None) -> None:
     _check_tensors(operator, tensors)
     for name, tensor in tensors.items():

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd import profiler
 
 
-def undispatched(*tensors: Tensor | None) -> bool:
+def undispatched(*tensors: Tensor) -> bool:
     """Whether a kernel may be called on these tensors directly.
 
     Not while something records or transforms operators (compilation, tracing, torch_dispatch modes,
-    functorch, the profiler), not for subclasses, and not where a gradient is wanted.
+    functorch, the profiler), not for subclasses or what is no tensor, and not where a gradient is
+    wanted.
     """
     if (
         torch.compiler.is_compiling()
@@ -31,10 +32,9 @@ def undispatched(*tensors: Tensor | None) -> bool:
         return False
     gradients = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (
-            (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter)
-            or (gradients and tensor.requires_grad)
-        ):
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+        if gradients and tensor.requires_grad:
             return False
     return True
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.reference.gemm import ACTIVATIONS, activation_backward, is_gated
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator
 
 FP8 = torch.float8_e4m3fn
@@ -74,6 +81,7 @@ def matmul(
             f"{', '.join(repr(x) for x in ACTIVATIONS if x != 'none')}"
         ),
     )
+    check_tensors(name, a=a, b=b)
     require(
         a.dim() >= 2 and b.dim() == 2 and a.shape[-1] == b.shape[0],
         lambda: (

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.cpu import weights
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator
 from rooftile.types import PackedWeight
 
@@ -114,6 +121,7 @@ def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, 
             f"pack: format {format!r} does not exist; choose one of {', '.join(map(repr, FORMATS))}"
         ),
     )
+    check_tensors("pack", weight=weight)
     check_float("pack", weight=weight)
     require(
         weight.dim() == 2,
@@ -162,6 +170,10 @@ def linear(
         )
         weight = PackedWeight("dense", {"weight": weight}, (weight.shape[0], weight.shape[1]))
     require(
+        isinstance(weight, PackedWeight),
+        lambda: f"linear: weight is {weight!r:.80}; give a tensor, or what pack() returns",
+    )
+    require(
         weight.format in FORMATS,
         lambda: (
             f"linear: weight has format {weight.format!r}; pack it as one of "
@@ -170,6 +182,7 @@ def linear(
     )
     out_features, in_features = weight.shape
     tensors = list(weight.tensors.values())
+    check_tensors("linear", x=x)
     check_float("linear", x=x)
     check_same("linear", x=x, bias=bias)
     if FORMATS[weight.format].is_exact:

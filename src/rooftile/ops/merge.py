@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_float, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator
 
 
@@ -41,6 +47,7 @@ def merge_attention_states(
         ValueError: shapes, dtypes or devices that do not fit together.
     """
     name = "merge_attention_states"
+    check_tensors(name, outs=outs, lses=lses)
     check_float(name, outs=outs, lses=lses)
     check_device(name, outs=outs, lses=lses)
     require(

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_float,
+    check_same,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator
 
 
@@ -42,6 +48,7 @@ def rms_norm(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or eps < 0.
     """
+    check_tensors("rms_norm", x=x)
     check_float("rms_norm", x=x)
     check_same("rms_norm", x=x, residual=residual, weight=weight)
     require(x.dim() > 0, lambda: "rms_norm: x is a scalar; give it at least the hidden dimension")

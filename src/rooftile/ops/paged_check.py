@@ -11,6 +11,7 @@ from rooftile.ops.check import (
     check_float,
     check_same,
     check_shape,
+    check_tensors,
     check_whole,
     require,
 )
@@ -23,6 +24,7 @@ QUANTISED = (torch.float8_e4m3fn,)  # dtypes of pages that need scales
 def check_pages(
     name: str, tokens: Tensor, tokens_name: str, k_pages: Tensor, v_pages: Tensor
 ) -> None:
+    check_tensors(name, **{tokens_name: tokens}, k_pages=k_pages, v_pages=v_pages)
     require(
         tokens.dim() == 3,
         lambda: (

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_float, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 
 
@@ -41,6 +47,7 @@ def rotary_embedding(
         ValueError: shapes, dtypes or devices that do not fit, or a position outside the table
             (checked on a CPU; on a GPU with ROOFTILE_CHECK=1).
     """
+    check_tensors("rotary_embedding", x=x, positions=positions, cos_sin=cos_sin)
     check_float("rotary_embedding", x=x)
     check_device("rotary_embedding", x=x, positions=positions, cos_sin=cos_sin)
     require(

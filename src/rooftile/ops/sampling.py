@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 
 
@@ -160,6 +165,7 @@ def token_ranks(
 
 
 def _check_logits(operator: str, logits: Tensor) -> None:
+    check_tensors(operator, logits=logits)
     require(
         logits.dim() == 2 and logits.shape[1] > 0,
         lambda: (

@@ -1,0 +1,47 @@
+"""What is no tensor is refused by name wherever an operator takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rooftile import ops
+from rooftile.types import PagedBatch
+
+DENSE, RAGGED = torch.randn(1, 4, 2, 64), torch.randn(4, 2, 64)
+ROWS, PAGES = torch.randn(4, 64), torch.randn(3, 2, 16, 64)
+LENGTHS, SLOTS = torch.tensor([0, 4], dtype=torch.int32), torch.arange(4)
+BATCH = PagedBatch(LENGTHS, LENGTHS[1:], torch.zeros(1, 1, dtype=torch.int32), 4, 4)
+TABLE = ops.rotary_table(ops.RotaryConfig(64, 10000.0), 8)
+CALLS: dict[Callable[..., Any], dict[str, Any]] = {
+    ops.attention: {"q": DENSE, "k": DENSE, "v": DENSE},
+    ops.attention_varlen: {
+        "q": RAGGED, "k": RAGGED, "v": RAGGED, "cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS,
+    },
+    ops.paged_attention: {"q": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "batch": BATCH},
+    ops.append_kv: {
+        "k": RAGGED, "v": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "slots": SLOTS,
+    },
+    ops.merge_attention_states: {"outs": DENSE, "lses": DENSE[..., 0]},
+    ops.rotary_embedding: {"x": RAGGED, "positions": SLOTS, "cos_sin": TABLE},
+    ops.rms_norm: {"x": ROWS, "weight": None, "eps": 1e-5},
+    ops.silu_and_mul: {"x": ROWS},
+    ops.linear: {"x": ROWS, "weight": ROWS},
+    ops.pack: {"weight": ROWS, "format": "int8"},
+    ops.matmul: {"a": ROWS, "b": ROWS.T},
+    ops.top_logprobs: {"logits": ROWS, "k": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", CALLS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("given", [None, "x"])
+def test_what_is_no_tensor_is_named(operator: Callable[..., Any], given: Any) -> None:
+    arguments = CALLS[operator]
+    operator(**arguments)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(ValueError, match=f"{name} is {given!r}"):
+                operator(**{**arguments, name: given})
