@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("out_features", "in_features"), [(1, 128), (70, 384), (300, 1024), (2048, 3072)]
+    ("out_features", "in_features"), [(1, 128), (70, 384), (300, 1024), (37, 1552), (2048, 3072)]
 )
 def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> None:
     if INTERPRETED and out_features > 300:
@@ -30,7 +30,7 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
     wide = torch.full((rows, in_features + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = wide[:, :in_features].copy_(torch.randn(rows, in_features))
     weight, bias = (torch.randn(*s).to(DEVICE, dtype) for s in ((out_features, in_features), (1,)))
-    assert kernel._tiles(rows, out_features, in_features, "") is not None
+    assert kernel._is_small(rows, in_features)
     for b in (None, bias.expand(out_features).contiguous()):
         out = kernel.linear(x, [weight], "dense", out_features, b)
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
@@ -42,6 +42,6 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
 
 @pytest.mark.gpu
 def test_what_goes_to_the_vendor() -> None:
-    assert kernel._tiles(5, 64, 128, "") is None
-    assert kernel._tiles(0, 64, 128, "") is None
-    assert kernel._tiles(1, 64, 100, "") is None
+    assert not kernel._is_small(5, 128)
+    assert not kernel._is_small(0, 128)
+    assert not kernel._is_small(1, 100)
