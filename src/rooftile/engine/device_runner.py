@@ -6,6 +6,7 @@ Everything also runs on a CPU, as it is and without graphs, which is how it is t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,12 +24,10 @@ from rooftile.engine.transfer import Readback, upload
 from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.kvcache.spec import KVGroup
 from rooftile.kvcache.storage import KVStorage
-from rooftile.layers.attention import AttentionLayer, LayerKV
+from rooftile.layers.attention import LayerKV
 from rooftile.layers.mlp import GatedMlp
 from rooftile.models.decoder import Decoder
-from rooftile.ops.attention import AttentionCall
 from rooftile.ops.operator import GPU_FAMILIES
-from rooftile.ops.paged import PAGED_ATTENTION, make_plan
 from rooftile.ops.sampling import SAMPLE
 from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
 from rooftile.ops.step import StepState, StepTensors, prepare_step
@@ -99,7 +98,7 @@ class DeviceRunner:
         self._readback = Readback(device)
         self._graphs = Graphs(device)
         self._storage: KVStorage | None = None
-        self._calls: dict[int, AttentionCall] = {}  # of the layers that follow a plan
+        self._calls: list[Hashable] = []  # of each layer's attention
         self._sampled = torch.zeros(
             max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
         )
@@ -120,28 +119,20 @@ class DeviceRunner:
         for number, layer in enumerate(self._decoder.layers):
             if not isinstance(layer.mlp, GatedMlp):
                 return "a mixture of experts sorts its tokens with the host's help"
-            call = self._calls.get(number)
-            if call is None:
-                name, family = layer.attention.kernel(self._sampled, *self._pages_of(number))
-            else:
-                name, family = PAGED_ATTENTION.name, PAGED_ATTENTION.choose(call)
+            operator = layer.attention.operator
+            family = operator.choose(self._calls[number])
             if family not in GPU_FAMILIES:
-                return f"{name} runs on its kernel {family!r}, which reads lengths on the host"
+                return f"{operator.name} runs on its kernel {family!r}, which reads lengths on the host"
         return None
-
-    def _pages_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        assert self._storage is not None
-        return self._storage.layer(layer)
 
     def attach(self, storage: KVStorage) -> None:
         """The pages to work on, from here on. Graphs that were captured on others are void."""
         self._storage = storage
         self._graphs = Graphs(self._device)
-        self._calls = {
-            number: _call(layer.attention, self._tensors, self._sampled, *storage.layer(number))
+        self._calls = [
+            layer.attention.call(self._sampled, *storage.layer(number))
             for number, layer in enumerate(self._decoder.layers)
-            if type(layer.attention) is AttentionLayer
-        }
+        ]
 
     def warm_up(self) -> None:
         """Run the largest step and the largest draw, of padding alone, and small ones, which run other
@@ -149,14 +140,31 @@ class DeviceRunner:
         """
         with torch.inference_mode():
             self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
-            most = self._decode_sizes[-1]
-            shapes = [Shape.mixed(n, most) for n in (self._mixed_sizes[-1], self._mixed_sizes[0])]
-            small = [n for n in self._decode_sizes if n <= WARM_SIZES]
-            shapes += [Shape.decode(n) for n in (most, *small)]
-            for shape in shapes:
-                self._forward(shape)
-            for size in (most, *small):
-                self._draw(size)
+        most = self._decode_sizes[-1]
+        mixed = [Shape.mixed(n, most) for n in (self._mixed_sizes[-1], self._mixed_sizes[0])]
+        small = [n for n in self._decode_sizes if n <= WARM_SIZES]
+        parts: list[Callable[[], object]] = [partial(self._draw, most)]
+        parts += [partial(self._forward, shape) for shape in (mixed[0], *map(Shape.decode, small))]
+        if self._device.type == "cuda":
+            self._compile(parts)
+        parts += [partial(self._forward, shape) for shape in (mixed[1], Shape.decode(most))]
+        parts += [partial(self._draw, n) for n in small]
+        with torch.inference_mode():
+            for part in parts:
+                part()
+
+    def _compile(self, parts: Sequence[Callable[[], object]]) -> None:
+        """Run parts on padding beside each other, for what they compile. What they write into shared
+        tensors is padding, whoever comes last.
+        """
+
+        def run(part: Callable[[], object]) -> None:
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                part()
+
+        with ThreadPoolExecutor(len(parts)) as threads:
+            for _ in threads.map(run, parts):
+                pass
 
     def capture(self, report: Callable[[float], None] = lambda share: None) -> None:
         """Capture a graph for every capacity. report: told the share that is done."""
@@ -249,16 +257,16 @@ class DeviceRunner:
                 max_q_len=shape.max_q_len,
                 max_kv_len=self._max_kv_len,
             )
-            plans: dict[AttentionCall, AttentionPlan] = {}  # one for all layers of equal shapes
+            # One plan for all layers of equal shapes.
+            plans: dict[Hashable, tuple[PagedBatch, AttentionPlan]] = {}
             for layer in group.layers:
-                call = self._calls.get(layer)
-                if call is not None and call not in plans:
-                    plans[call] = make_plan(call, batch, shape.tokens, "auto")
+                call = self._calls[layer]
+                if call not in plans:
+                    attention = self._decoder.layers[layer].attention
+                    plans[call] = attention.plan(call, batch, shape.tokens)
+                planned, plan = plans[call]
                 kv[layer] = LayerKV(
-                    *self._storage.layer(layer),
-                    step.slots[number],
-                    batch,
-                    plan=None if call is None else plans[call],
+                    *self._storage.layer(layer), step.slots[number], planned, plan=plan
                 )
         layers = [kv[layer] for layer in range(len(kv))]
         with weights_at_rest():
@@ -307,18 +315,6 @@ class DeviceRunner:
             ]
 
         return finish
-
-
-def _call(
-    layer: AttentionLayer, step: StepTensors, hidden: Tensor, k_pages: Tensor, v_pages: Tensor
-) -> AttentionCall:
-    """The static properties of a layer's `paged_attention`."""
-    q = hidden.new_empty(0, layer.num_heads, layer.head_dim)
-    call: AttentionCall = PAGED_ATTENTION.call(
-        *(q, k_pages, v_pages, step.cu_seqlens_q, step.kv_lens, step.page_tables[0], 1, 1, None),
-        *(layer.left_window, 0, layer.softcap, layer.softmax_scale, None, None, False, None, []),
-    )
-    return call
 
 
 def _no_samples() -> StepOutput:
