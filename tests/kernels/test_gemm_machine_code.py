@@ -95,10 +95,10 @@ def test_the_loop_does_nothing_but_multiply(name: str, features: dict[str, Any])
     # Four products of 16 along K a step, twice that where a warpgroup has 128 rows.
     products = 4 * config.rows // 64
     loops = [loop for loop in code.product_loops() if len(loop.body) < 200]
-    assert len(loops) == 2, "one for each consumer warpgroup"
+    assert len(loops) == 4, "one for each consumer warpgroup, and one while a part is on its way"
     for loop in loops:
         assert loop.count("HGMMA") == products
-        assert len(loop.body) <= 52 + products * 4
+        assert len(loop.body) <= 72 + products * 6
         assert loop.hazards() == []
         assert loop.count("WARPGROUP.DEPBAR") == 1
 
@@ -107,8 +107,8 @@ def test_parts_are_moved_eight_bytes_at_a_time() -> None:
     code = compiled(LARGE)
     wide = code.count("LDG.E.64"), code.count("STG.E.64")
     assert wide == (128, 128)  # 64 for each warpgroup: its whole part
-    assert code.count("ATOMG.E.EXCH") == 2
-    assert code.count("MEMBAR.ALL.GPU") == 2
+    # Published at once where nothing else is left to do, or some steps later.
+    assert code.count("ATOMG.E.EXCH") == 4
 
 
 @pytest.mark.slow

@@ -369,18 +369,32 @@ def store(target: Pointer, value: Any, mask: Any = None) -> None:
     scheduler().pause()
 
 
-def atomic_add(target: Pointer, value: int, sem: str = "acq_rel", scope: str = "gpu") -> Any:
+def atomic_add(
+    target: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu"
+) -> Any:
     scheduler().pause()
-    memory, at = target.memory, int(target.offset)
-    before = memory[at].item()
-    if value == 0:  # a poll; the same answer twice: wait for another, so that a deadlock shows
-        poll = (memory.data_ptr(), at, before)
+    offset = torch.as_tensor(target.offset).as_subclass(Tensor).long()
+    wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    at = offset[wanted.as_subclass(Tensor)]
+    memory = target.memory
+    before = memory[at].clone()
+    if not torch.as_tensor(
+        value
+    ).any():  # a poll; the same answer twice: wait for another, so that a deadlock shows
+        poll = (memory.data_ptr(), at.tolist(), before.tolist())
         if poll == role().last_poll:
-            scheduler().pause(lambda: memory[at].item() != before, f"a change of flag {at}")
-            before = memory[at].item()
-        role().last_poll = (memory.data_ptr(), at, before)
-    memory[at] += value
-    return before
+            scheduler().pause(
+                lambda: not torch.equal(memory[at], before), f"a change of flags {poll[1]}"
+            )
+            before = memory[at].clone()
+        role().last_poll = (*poll[:2], before.tolist())
+    added = torch.as_tensor(value, dtype=memory.dtype).expand(offset.shape)
+    memory.index_add_(0, at.reshape(-1), added[wanted.as_subclass(Tensor)].reshape(-1))
+    if not offset.dim():
+        return before.item()
+    found = torch.zeros_like(offset, dtype=memory.dtype)
+    found[wanted.as_subclass(Tensor)] = before
+    return tile(found)
 
 
 def atomic_xchg(target: Pointer, value: int, sem: str = "acq_rel", scope: str = "gpu") -> Any:

@@ -5,11 +5,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
-from rooftile.kernels.gluon.gemm.fixup import await_part, give_back, publish
+from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.mma import accumulator_layout, multiply, wait
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.triton_version import tma_store_wait
+
+QUIET_STEPS = gl.constexpr(4)  # after a part was written, before it is published
 
 
 @gluon.jit
@@ -36,6 +38,23 @@ def _right(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_on(
+    problem, ring, acc, previous, fill, first, last, group: gl.constexpr, R: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """acc plus steps first .. last - 1; the last product is still in flight."""
+    for _ in range(first, last):
+        ring.arrived(fill)
+        left = _left(problem, ring, fill, group, R)
+        acc = multiply(left, _right(problem, ring, fill, group, C), acc)
+        acc = wait(1, deps=[acc])
+        ring.release(previous)
+        previous = fill
+        fill = ring.after(fill)
+    return acc, previous, fill
+
+
+@gluon.jit
 def multiply_share(
     problem,
     shares,
@@ -55,6 +74,7 @@ def multiply_share(
     fill = first_fill()
     cta = gl.program_id(0)
     begin, end, whole = shares.first()
+    written = cta < 0  # a part, of which nobody knows yet
     while (end > begin) | (whole < shares.num_tiles):
         tile, first, last, end, whole = shares.take(begin, end, whole)
         acc = gl.zeros([R, C], gl.float32, ACC)
@@ -64,14 +84,19 @@ def multiply_share(
         acc = wait(1, deps=[acc])
         previous = fill
         fill = ring.after(fill)
-        for _ in range(first + 1, last):
-            ring.arrived(fill)
-            left = _left(problem, ring, fill, group, R)
-            acc = multiply(left, _right(problem, ring, fill, group, C), acc)
-            acc = wait(1, deps=[acc])
-            ring.release(previous)
-            previous = fill
-            fill = ring.after(fill)
+        step = first + 1
+        if written:
+            # The memory has taken the part by now, or will soon: nothing stands still for it.
+            quiet = gl.minimum(last, step + QUIET_STEPS)
+            acc, previous, fill = _multiply_on(
+                problem, ring, acc, previous, fill, step, quiet, group, R, C
+            )
+            step = quiet
+            publish(problem, cta, group)
+            written = cta < 0
+        acc, previous, fill = _multiply_on(
+            problem, ring, acc, previous, fill, step, last, group, R, C
+        )
         acc = wait(0, deps=[acc])
         ring.release(previous)
 
@@ -84,15 +109,18 @@ def multiply_share(
             column0 += group * out_columns
         rows_left = problem.m - row0
         if last < shares.iterations.value:
-            publish(problem, acc, cta, group, rows_left, R, C, ACC)
+            store_part(problem, acc, cta, group, rows_left, R, C, ACC)
+            written = cta >= 0
+            if (end <= begin) & (whole >= shares.num_tiles):
+                publish(problem, cta, group)
         else:
             start = tile * shares.iterations.value
             edge = start + first
             others = 0
             while edge > start:  # the parts before mine, backwards along K
                 others += 1
-                await_part(problem, cta - others, group)
                 edge = shares.bound(cta - others)
+            await_parts(problem, cta, others, group)
             if problem.gated:
                 gate, value = halves(acc, R, C, bits)
             else:

@@ -2,7 +2,7 @@
 
 Every CTA has a place for one part, and for each of its warpgroups a flag. The part is written with
 plain stores; a barrier of the warpgroup and one release of the flag publish it; the reader polls
-with acquire. Every part has one reader, which puts the flag back to 0: flags are 0 whenever no
+with acquire, all the flags that it waits for at a time. Every part has one reader, which puts the flag back to 0: flags are 0 whenever no
 kernel uses them, so a CUDA graph can be replayed without clearing them (kernels/flags.py).
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.mma import columns_of, rows_of
+
+MOST_CTAS = gl.constexpr(256)  # of a launch, for which kernels/flags.py has flags
 
 
 @gluon.jit
@@ -40,25 +42,39 @@ def _addresses(problem, slot, size: gl.constexpr, column0: gl.constexpr, R: gl.c
 
 
 @gluon.jit
-def publish(
+def store_part(
     problem, acc, cta, group: gl.constexpr, rows_left, R: gl.constexpr, C: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Hands this CTA's part [R, C] of a tile to the CTA that finishes it."""
+    """Writes this CTA's part [R, C] of a tile for the CTA that finishes it; `publish` must follow."""
     slot = cta * GROUPS + group
     inside = gl.expand_dims(gl.arange(0, R, rows_of(layout)) < rows_left, 1)
     gl.store(_addresses(problem, slot, R * C, 0, R, C, layout), acc, mask=inside)
-    gl.thread_barrier()
-    gl.atomic_xchg(problem.flags + slot, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def await_part(problem, cta, group: gl.constexpr):
-    """Waits until another CTA has published its part."""
-    flag = problem.flags + cta * GROUPS + group
-    seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-    while seen == 0:
-        seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+def publish(problem, cta, group: gl.constexpr):
+    """Lets the CTA that finishes the tile read this one's part."""
+    gl.thread_barrier()
+    gl.atomic_xchg(problem.flags + cta * GROUPS + group, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def await_parts(problem, cta, others, group: gl.constexpr):
+    """Waits until the `others` CTAs before this one have published their parts.
+
+    Every thread polls a flag or two of its own: one after another they would take a trip to the
+    L2 cache each.
+    """
+    if others > 0:
+        layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+        i = gl.arange(0, MOST_CTAS, layout)
+        mine = i < others
+        nothing = i * 0
+        flags = problem.flags + (cta - 1 - gl.minimum(i, others - 1)) * GROUPS + group
+        seen = gl.atomic_add(flags, nothing, mask=mine, sem="acquire", scope="gpu")
+        while gl.sum(seen * mine.to(gl.int32), 0) < others:
+            seen = gl.atomic_add(flags, nothing, mask=mine, sem="acquire", scope="gpu")
 
 
 @gluon.constexpr_function
