@@ -21,7 +21,6 @@ from torch import Tensor
 from rooftile.kernels.reference import attention as attention_reference
 from rooftile.kernels.reference import dual_chunk as reference
 from rooftile.kernels.reference import dual_chunk_rotary as rotary_reference
-from rooftile.kernels.reference import paged as plain_reference
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from tests.ops.accuracy import assert_rows_close
 from tests.ops.test_paged import fill
@@ -31,7 +30,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.gluon import dual_chunk as hopper
-from rooftile.kernels.gluon import dual_chunk_decode
 from rooftile.kernels.triton import dual_chunk as kernel
 from rooftile.kernels.triton import dual_chunk_rotary
 
@@ -130,7 +128,7 @@ def test_ragged_with_nan_in_the_padding(
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
 )
-@example(  # a tile that straddles borders, and a long request that is split
+@example(  # queries of many chunks, and a long request that is split
     lengths=[(40, 200), (1, 200)],
     padding=1,
     heads=(4, 2),
@@ -160,7 +158,7 @@ def test_paged(
     rest = (*rest, batch.max_kv_len, chunk_len, softcap, 0.3)
     tensors = (*queries, paged.k_pages, paged.v_pages)
     exact = reference.paged_dual_chunk_attention(*map(wide, tensors), *rest)
-    assert_close(kernel.paged_dual_chunk_attention(*tensors, *rest), exact)
+    assert_close(kernel.paged_dual_chunk_attention(*tensors, *rest, None, []), exact)
 
 
 @settings(max_examples=15)
@@ -190,33 +188,7 @@ def test_queries(
     table = rotary_table(RotaryConfig(dims[1], 100.0), 40)
     rest = (at, at + 77 if whole else None, table, interleaved, 39, 9, original)
     exact = rotary_reference.dual_chunk_rotary(q.double(), *rest)
-    for got, expected in zip(dual_chunk_rotary.dual_chunk_rotary(q, *rest), exact, strict=True):
-        assert_rows_close(got, expected, dtype)
-
-
-@pytest.mark.parametrize("chunk_len", [8, 16, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_as_three_requests(
-    chunk_len: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What goes to Hopper's paged kernel, and what is made of its results."""
-    stand_in = SimpleNamespace(paged_attention=plain_reference.paged_attention)
-    monkeypatch.setattr(dual_chunk_decode, "paged", stand_in)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    g = torch.Generator().manual_seed(0)
-    lengths = [(1, 33), (0, 20), (1, 1), (1, 16), (1, 17), (1, 0), (1, 64)]
-    paged = fill(g, lengths, (6, 2), (12, 12), 8, dtype, padding=2, garbage=2**31 - 1)
-    queries = (paged.q, *(torch.randn(paged.q.shape, generator=g).to(dtype) for _ in range(2)))
-    batch = paged.batch
-    given = (batch.cu_seqlens_q, batch.kv_lens, batch.page_table)
-    tensors = (*queries, paged.k_pages, paged.v_pages)
-    exact = reference.paged_dual_chunk_attention(
-        *map(wide, tensors), *given, 1, 64, chunk_len, 0.0, 0.3
-    )
-    got = dual_chunk_decode.decode(
-        queries, paged.k_pages, paged.v_pages, *given, 64, chunk_len, 0.0, 0.3
-    )
-    assert_close(got, exact)
+    assert_rows_close(dual_chunk_rotary.dual_chunk_rotary(q, *rest), exact, dtype)
 
 
 @pytest.mark.parametrize("chunk_len", [7, 16, 40, 100])

@@ -313,7 +313,7 @@ def test_schemas() -> None:
         PAGED_DIFFERENTIAL,
         *(paged.q[..., :3], paged.q[..., 3:]),
         *(paged.k_pages.nan_to_num(), paged.v_pages.nan_to_num(), plain[5]),
-        *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table, 2, 9, -1, 0, 0.5),
+        *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table, 2, 9, -1, 0, 0.5, None, []),
     )
 
 

@@ -369,7 +369,7 @@ def test_schemas() -> None:
     opcheck(
         PAGED_DUAL_CHUNK,
         *(paged.q, paged.q, paged.q, paged.k_pages.nan_to_num(), paged.v_pages.nan_to_num()),
-        *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table, 2, 9, 4, 0.0, 0.5),
+        *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table, 2, 9, 4, 0.0, 0.5, None, []),
     )
     at = torch.arange(9)
     opcheck(DUAL_CHUNK_ROTARY, flat[0].repeat(1, 1, 2), at, None, TABLE, False, 12, 4, 6)

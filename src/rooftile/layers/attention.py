@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import ProjectionNorm, RMSNorm
-from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, plan_arguments
+from rooftile.ops.operator import Operator
+from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, make_plan, paged_call, plan_arguments
 from rooftile.ops.qkv import NORM_ROTATE_APPEND
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import AttentionPlan, KVSpec, PagedBatch
@@ -19,6 +22,7 @@ from rooftile.types import AttentionPlan, KVSpec, PagedBatch
 class LayerKV:
     """One layer's pages, and where this step's tokens go in them.
 
+    batch: with a plan, what `AttentionLayer.plan` returned with it.
     lengths: of the text that each token's query is scaled for, where the model asks for whole
         prompts' (`Decoder.needs_lengths`); `None`: up to and with the token.
     """
@@ -37,7 +41,12 @@ class AttentionLayer:
     The heads are this rank's. `cos_sin` None means that positions are not encoded here. Calls the
     operators' unchecked handles: whoever makes a step's `LayerKV`s validates them once for all
     layers (`Decoder.forward` says what must hold).
+
+    operator: what attends. Of a layer that follows plans, `call` are the static properties that
+    choose a kernel, and layers with equal calls may share a step's plan.
     """
+
+    operator: Operator = PAGED_ATTENTION
 
     def __init__(
         self,
@@ -136,14 +145,15 @@ class AttentionLayer:
         )
         return self._attend_pages(q, kv)
 
-    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
-        """The operator that attends, and the family that runs it on such hidden states and pages."""
+    def call(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
+        """The static properties of `operator` on such hidden states and pages."""
         q = hidden.new_empty(0, self.num_heads, self.head_dim)
-        call = PAGED_ATTENTION.call(
-            *(q, k_pages, v_pages, None, None, None, 1, 1, None, self.left_window, 0, self.softcap),
-            *(self.softmax_scale, None, None, False, None, []),
-        )
-        return PAGED_ATTENTION.name, PAGED_ATTENTION.choose(call)
+        return paged_call(q, k_pages, v_pages, None, self.left_window, 0, self.softcap)
+
+    def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
+        """A step's plan, and the batch as `attend` then takes it. tokens: those of the step, with
+        padding."""
+        return batch, make_plan(call, batch, tokens, "auto")
 
     def _attend_pages(self, q: Tensor, kv: LayerKV) -> Tensor:
         batch = kv.batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import RMSNorm
-from rooftile.ops.differential import PAGED_DIFFERENTIAL
-from rooftile.ops.paged import APPEND_KV
+from rooftile.ops.differential import PAGED_DIFFERENTIAL, plan_differential
+from rooftile.ops.paged import APPEND_KV, plan_arguments
 from rooftile.ops.rope import ROTARY_EMBEDDING
-from rooftile.types import KVSpec
+from rooftile.types import AttentionPlan, KVSpec, PagedBatch
 
 
 def lambda_init(depth: int) -> float:
@@ -37,6 +38,8 @@ class DifferentialAttentionLayer(AttentionLayer):
     head_norm: of each pair's output, 1 - lambda_init included in its weight; the first version's.
     """
 
+    operator = PAGED_DIFFERENTIAL
+
     def __init__(
         self,
         qkv: Linear,
@@ -57,10 +60,14 @@ class DifferentialAttentionLayer(AttentionLayer):
         width = 2 * self.head_dim
         return KVSpec(self.num_kv_heads // 2, width, width, dtype, window)
 
-    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
+    def call(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
         q = hidden.new_empty(0, self.num_heads // 2, self.head_dim)
-        call = PAGED_DIFFERENTIAL.call(q, q, k_pages, v_pages, q, self.left_window, 0, 0.0)
-        return PAGED_DIFFERENTIAL.name, PAGED_DIFFERENTIAL.choose(call)
+        return PAGED_DIFFERENTIAL.call(
+            q, q, k_pages, v_pages, q, self.left_window, 0, 0.0, None, []
+        )
+
+    def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
+        return plan_differential(call, batch, tokens)
 
     def attend(
         self,
@@ -88,6 +95,7 @@ class DifferentialAttentionLayer(AttentionLayer):
         out, _, _ = PAGED_DIFFERENTIAL.handle(
             *(q[:, 0::2], q[:, 1::2], kv.k_pages, kv.v_pages, lam),
             *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-            *(batch.max_q_len, batch.max_kv_len, self.left_window, 0, self.softmax_scale, "auto"),
+            *(batch.max_q_len, batch.max_kv_len, self.left_window, 0, self.softmax_scale),
+            *(*plan_arguments(kv.plan), "auto" if kv.plan is None else kv.plan.kernel),
         )
         return out if self.head_norm is None else self.head_norm(out)

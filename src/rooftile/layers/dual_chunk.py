@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.linear import Linear, RowParallelLinear
-from rooftile.ops.dual_chunk import PAGED_DUAL_CHUNK
+from rooftile.ops.dual_chunk import PAGED_DUAL_CHUNK, dual_chunk_call, plan_dual_chunk
 from rooftile.ops.dual_chunk_rotary import DUAL_CHUNK_ROTARY, DualChunkConfig
-from rooftile.ops.paged import APPEND_KV
+from rooftile.ops.paged import APPEND_KV, plan_arguments
+from rooftile.types import AttentionPlan, PagedBatch
 
 
 class DualChunkAttentionLayer(AttentionLayer):
@@ -20,6 +22,8 @@ class DualChunkAttentionLayer(AttentionLayer):
     the queries alone. So what is cached depends on nothing that comes after it, unless
     dual_chunk.length_factor is "prompt". There is no window.
     """
+
+    operator = PAGED_DUAL_CHUNK
 
     def __init__(
         self,
@@ -33,12 +37,12 @@ class DualChunkAttentionLayer(AttentionLayer):
         super().__init__(qkv, out, cos_sin=cos_sin, **options)
         self.dual_chunk = dual_chunk
 
-    def kernel(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> tuple[str, str]:
+    def call(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
         q = hidden.new_empty(0, self.num_heads, self.head_dim)
-        call = PAGED_DUAL_CHUNK.call(
-            *(q, q, q, k_pages, v_pages, self.dual_chunk.chunk_len, self.softcap, 0.0)
-        )
-        return PAGED_DUAL_CHUNK.name, PAGED_DUAL_CHUNK.choose(call)
+        return dual_chunk_call(q, k_pages, v_pages, self.dual_chunk.chunk_len, self.softcap)
+
+    def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
+        return plan_dual_chunk(call, batch, tokens)
 
     def attend(
         self,
@@ -59,8 +63,9 @@ class DualChunkAttentionLayer(AttentionLayer):
             *(False, None, None, "auto"),
         )
         out, _ = PAGED_DUAL_CHUNK.handle(
-            *(*queries, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens),
+            *(*queries.unbind(0), kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens),
             *(batch.page_table, batch.max_q_len, batch.max_kv_len, chunk.chunk_len),
-            *(self.softcap, self.softmax_scale, "auto"),
+            *(self.softcap, self.softmax_scale, *plan_arguments(kv.plan)),
+            "auto" if kv.plan is None else kv.plan.kernel,
         )
         return out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.ops.attention import (
+    AttentionCall,
     Window,
     check_cu_seqlens,
     check_heads,
@@ -22,9 +23,10 @@ from rooftile.ops.attention import (
     is_finite,
 )
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import GPU_FAMILIES, Operator
+from rooftile.ops.paged import make_plan
 from rooftile.ops.paged_check import check_batch, check_pages
-from rooftile.types import PagedBatch
+from rooftile.types import AttentionPlan, PagedBatch
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -181,7 +183,7 @@ def paged_differential_attention(
     check_batch(name, q1, k_pages, batch, left)
     out, lse1, lse2 = PAGED_DIFFERENTIAL.handle(
         *(q1, q2, k_pages, v_pages, lam, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-        *(batch.max_q_len, batch.max_kv_len, left, right, scale, kernel),
+        *(batch.max_q_len, batch.max_kv_len, left, right, scale, None, [], kernel),
     )
     return (out, lse1, lse2) if return_lse else out
 
@@ -247,13 +249,31 @@ def _call(
 def _paged_call(
     q1: Tensor, q2: Tensor, k_pages: Tensor, v_pages: Tensor, lam: Tensor, *rest: Any
 ) -> DifferentialCall:
-    *_, left, right, _ = rest
+    *_, left, right, _, _, _ = rest
     return DifferentialCall(
         *(q1.device.type, q1.dtype, q1.shape[1], k_pages.shape[1], q1.shape[2], v_pages.shape[3]),
         *(left, right),
         shared_keys=k_pages.shape[3] == q1.shape[2],
         page_size=k_pages.shape[2],
     )
+
+
+def plan_differential(
+    call: DifferentialCall, batch: PagedBatch, tokens: int
+) -> tuple[PagedBatch, AttentionPlan]:
+    """A step's plan, which is that of plain attention by both queries of each pair."""
+    family = PAGED_DIFFERENTIAL.choose(call)
+    if family not in GPU_FAMILIES:
+        return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+    keys = call.k_dim if call.shared_keys else 2 * call.k_dim
+    stacked = AttentionCall(
+        *(call.device, call.dtype, 2 * call.num_q_pairs, call.num_kv_pairs, keys, call.v_dim),
+        *(call.left, call.right),
+        has_softcap=False,
+        has_sink=False,
+        page_size=call.page_size,
+    )
+    return batch, make_plan(stacked, batch, tokens, family)
 
 
 _TENSORS = "Tensor q1, Tensor k1, Tensor q2, Tensor? k2, Tensor v, Tensor lam"
@@ -303,7 +323,7 @@ PAGED_DIFFERENTIAL = Operator(
     "paged_differential_attention",
     "(Tensor q1, Tensor q2, Tensor k_pages, Tensor v_pages, Tensor lam, Tensor cu_seqlens_q,"
     " Tensor kv_lens, Tensor page_table, SymInt max_q_len, SymInt max_kv_len,"
-    f" {_OPTIONS}) -> {_RESULTS}",
+    f" {_OPTIONS}, Tensor? plan, SymInt[] split) -> {_RESULTS}",
     module="differential",
     families=("gluon", "triton", "cpu", "torch", "reference"),
     call=_paged_call,

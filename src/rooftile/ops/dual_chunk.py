@@ -7,13 +7,14 @@ them that switches its query is the same as merging three attentions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from rooftile.kernels.chunk_requests import cut_at_chunks
 from rooftile.ops.attention import (
+    AttentionCall,
     check_cu_seqlens,
     check_heads,
     check_options,
@@ -22,9 +23,10 @@ from rooftile.ops.attention import (
 )
 from rooftile.ops.check import check_same, check_shape, require
 from rooftile.ops.dual_chunk_rotary import check_chunks, refuse_gradient
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import GPU_FAMILIES, Operator
+from rooftile.ops.paged import make_plan
 from rooftile.ops.paged_check import check_batch, check_pages
-from rooftile.types import PagedBatch
+from rooftile.types import AttentionPlan, PagedBatch
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def paged_dual_chunk_attention(
     out, lse = PAGED_DUAL_CHUNK.handle(
         *(q_intra, q_succ, q_inter, k_pages, v_pages),
         *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-        *(batch.max_q_len, batch.max_kv_len, chunk_size - local_size, softcap, scale, kernel),
+        *(batch.max_q_len, batch.max_kv_len, chunk_size - local_size, softcap, scale),
+        *(None, [], kernel),
     )
     return (out, lse) if return_lse else out
 
@@ -210,16 +213,40 @@ def _call(
     )
 
 
-def _paged_call(
-    q: Tensor, q_succ: Tensor, q_inter: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any
+def dual_chunk_call(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, chunk_len: int, softcap: float
 ) -> DualChunkCall:
-    *_, chunk_len, softcap, _ = rest
+    """Of attention over pages."""
     return DualChunkCall(
         *(q.device.type, q.dtype, q.shape[1], k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]),
         chunk_len,
         has_softcap=softcap != 0,
         page_size=k_pages.shape[2],
     )
+
+
+def plan_dual_chunk(
+    call: DualChunkCall, batch: PagedBatch, tokens: int
+) -> tuple[PagedBatch, AttentionPlan]:
+    """A step's plan, and the batch that goes with it: where kernels follow plans, the pieces of requests
+    whose queries lie in one chunk each.
+    """
+    family = PAGED_DUAL_CHUNK.choose(call)
+    if family not in GPU_FAMILIES:
+        return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+    if batch.max_q_len > 1:
+        pieces = cut_at_chunks(
+            batch.cu_seqlens_q, batch.kv_lens, batch.page_table, tokens, call.chunk_len
+        )
+        longest = min(batch.max_q_len, call.chunk_len)
+        batch = PagedBatch(*pieces, longest, batch.max_kv_len)
+    plain = AttentionCall(
+        *(call.device, call.dtype, call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim),
+        *(-1, 0, call.has_softcap),
+        has_sink=False,
+        page_size=call.page_size,
+    )
+    return batch, make_plan(plain, replace(batch, prefix=None), tokens, family)
 
 
 _QUERIES = "Tensor q_intra, Tensor q_succ, Tensor q_inter"
@@ -251,9 +278,12 @@ DUAL_CHUNK_VARLEN = Operator(
 PAGED_DUAL_CHUNK = Operator(
     "paged_dual_chunk_attention",
     f"({_QUERIES}, Tensor k_pages, Tensor v_pages, Tensor cu_seqlens_q, Tensor kv_lens,"
-    f" Tensor page_table, SymInt max_q_len, SymInt max_kv_len, {_OPTIONS}) -> (Tensor, Tensor)",
+    f" Tensor page_table, SymInt max_q_len, SymInt max_kv_len, {_OPTIONS}, Tensor? plan,"
+    " SymInt[] split) -> (Tensor, Tensor)",
     module="dual_chunk",
     families=("gluon", "triton", "cpu", "torch", "reference"),
-    call=_paged_call,
+    call=lambda q, q_succ, q_inter, k_pages, v_pages, *rest: dual_chunk_call(
+        q, k_pages, v_pages, *rest[5:7]
+    ),
     fake=lambda q, q_succ, q_inter, k_pages, v_pages, *_: fake_attention(q, v_pages),
 )

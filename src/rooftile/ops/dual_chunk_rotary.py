@@ -194,7 +194,7 @@ def dual_chunk_rotary_embedding(
         _check_least(name, "positions", positions, 0)
         if lengths is not None:
             _check_least(name, "lengths", lengths, 1)
-    q_intra, q_succ, q_inter = DUAL_CHUNK_ROTARY.handle(
+    q_intra, q_succ, q_inter = DUAL_CHUNK_ROTARY.handle(  # one after the other in memory
         *(q, positions, lengths, cos_sin, interleaved, chunk_size, local_size),
         *(original_max_position or 0, kernel),
     )
@@ -219,11 +219,11 @@ def _check_least(name: str, tensor_name: str, tensor: Tensor, least: int) -> Non
 DUAL_CHUNK_ROTARY = Operator(
     "dual_chunk_rotary",
     "(Tensor q, Tensor positions, Tensor? lengths, Tensor cos_sin, bool interleaved,"
-    " int chunk_size, int local_size, int original_max_position) -> (Tensor, Tensor, Tensor)",
+    " int chunk_size, int local_size, int original_max_position) -> Tensor",
     module="dual_chunk_rotary",
     families=("triton", "reference"),
     call=lambda q, positions, lengths, cos_sin, interleaved, *_: DualChunkRotaryCall(
         q.device.type, q.dtype, q.shape[-1], 2 * cos_sin.shape[-1], interleaved
     ),
-    fake=lambda q, *_: tuple(q.new_empty(q.shape) for _ in range(3)),
+    fake=lambda q, *_: q.new_empty((3, *q.shape)),
 )

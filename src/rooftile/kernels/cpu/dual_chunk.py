@@ -6,6 +6,7 @@ whole pages, which the native kernel reads where they lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,8 @@ def paged_dual_chunk_attention(
     chunk_len: int,
     softcap: float,
     scale: float,
+    plan: Tensor | None = None,  # this kernel follows none
+    split: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     segments = segments_of(cu_seqlens_q.tolist(), kv_lens.tolist(), chunk_len)
     cu = torch.tensor([0, *(segment.end for segment in segments)], dtype=torch.int32)

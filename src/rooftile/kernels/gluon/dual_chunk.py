@@ -1,8 +1,11 @@
-"""Dual chunk attention of long chunks on Hopper: the attention kernel on each pair of chunks, merged.
+"""Dual chunk attention on Hopper, over pages in one launch, dense as pairs of long chunks.
 
-Three launches a chunk, each of many tiles, and one that merges: a merge moves four outputs, which
-is a hundredth of the time of chunks of thousands of tokens, and the attention kernel is half as fast
-again as the portable one that does all in one launch.
+The paged kernel changes its queries where its walk over the keys crosses a chunk's border: a tile of
+queries lies in one chunk, and the copy engine brings the next rotation behind the keys that meet it.
+
+Dense: three launches a chunk, each of many tiles, and one that merges: a merge moves four outputs,
+which is a hundredth of the time of chunks of thousands of tokens, and the attention kernel is half
+as fast again as the portable one that does all in one launch.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.chunk_requests import cut_at_chunks
 from rooftile.kernels.gluon import attention as plain
 from rooftile.kernels.gluon import paged
-from rooftile.kernels.gluon.dual_chunk_decode import decode
-from rooftile.kernels.triton.dual_chunk_paged import paged_dual_chunk_attention as portable
+from rooftile.kernels.gluon.paged.config import longest_tile
 
 SHORTEST_CHUNK = 2048  # below, launches do not fill the machine
 
@@ -143,27 +146,58 @@ def paged_dual_chunk_attention(
     chunk_len: int,
     softcap: float,
     scale: float,
+    plan: Tensor | None,
+    split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
-    queries = (q_intra, q_succ, q_inter)
-    lengths = (cu_seqlens_q, kv_lens, page_table)
-    if max_q_len > 1 or q_intra.shape[0] == 0 or kv_lens.shape[0] == 0:
-        return portable(
-            *(*queries, k_pages, v_pages, *lengths),
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-            chunk_len=chunk_len,
-            softcap=softcap,
-            scale=scale,
+    q = _end_to_end(q_intra, q_succ, q_inter)
+    if plan is None and max_q_len > 1 and kv_lens.shape[0]:
+        tokens = q_intra.shape[0]
+        cu_seqlens_q, kv_lens, page_table = cut_at_chunks(
+            cu_seqlens_q, kv_lens, page_table, tokens, chunk_len
         )
-    if len({x.stride() for x in queries}) > 1 or q_intra.stride(-1) != 1:
-        queries = (q_intra.contiguous(), q_succ.contiguous(), q_inter.contiguous())
-    return decode(queries, k_pages, v_pages, *lengths, max_kv_len, chunk_len, softcap, scale)
+        max_q_len = min(max_q_len, chunk_len)
+    return paged.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        cu_seqlens_q,
+        kv_lens,
+        page_table,
+        max_q_len,
+        max_kv_len,
+        sink=None,
+        left=-1,
+        right=0,
+        softcap=softcap,
+        scale=scale,
+        k_scale=None,
+        v_scale=None,
+        batch_invariant=False,
+        plan=plan,
+        split=split,
+        chunk_len=chunk_len,
+    )
+
+
+def _end_to_end(q_intra: Tensor, q_succ: Tensor, q_inter: Tensor) -> Tensor:
+    """All three [tokens, ...] as one [3 * tokens, ...]; a view where they lie so in memory."""
+    tokens, *rest = q_intra.shape
+    gap = q_intra.numel() * q_intra.element_size()
+    begins = [x.data_ptr() - q_intra.data_ptr() for x in (q_succ, q_inter)]
+    if begins == [gap, 2 * gap] and all(x.is_contiguous() for x in (q_intra, q_succ, q_inter)):
+        return q_intra.as_strided((3 * tokens, *rest), q_intra.stride())
+    return torch.cat((q_intra, q_succ, q_inter))
 
 
 def paged_supports(call: Any) -> str | None:
-    if call.chunk_len % call.page_size:
-        return f"chunks of {call.chunk_len} tokens are no whole pages of {call.page_size}"
-    return paged.supports(SimpleNamespace(**vars(call), kv_dtype=None))
+    plain_call = SimpleNamespace(**vars(call), kv_dtype=None)
+    reason = paged.supports(plain_call)
+    if reason is not None:
+        return reason
+    tile = longest_tile(call.k_dim, call.v_dim)
+    if call.chunk_len % tile:
+        return f"chunks of {call.chunk_len} tokens are no whole tiles of {tile} keys"
+    return None
 
 
 def supports(call: Any) -> str | None:
@@ -175,6 +209,6 @@ def supports(call: Any) -> str | None:
 KERNELS = {
     "dual_chunk_attention": Kernel(dual_chunk_attention, supports, efficiency=0.7),
     "paged_dual_chunk_attention": Kernel(
-        paged_dual_chunk_attention, paged_supports, efficiency=0.7
+        paged_dual_chunk_attention, paged_supports, efficiency=0.8
     ),
 }

@@ -6,6 +6,8 @@ dimension, e value dimension. lam is [p], or has one number for each query and p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -197,6 +199,8 @@ def paged_differential_attention(
     left: int,
     right: int,
     scale: float,
+    plan: Tensor | None = None,  # this kernel follows none
+    split: Sequence[int] = (),
 ) -> Outputs:  # [tokens, p, e], [tokens, p], [tokens, p]
     out, lse1 = nothing_seen(q1, v_pages.shape[-1])
     lse2 = lse1.clone()

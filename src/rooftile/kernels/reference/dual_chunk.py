@@ -6,6 +6,8 @@ key-value head, d key dimension, e value dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,8 @@ def paged_dual_chunk_attention(
     chunk_len: int,
     softcap: float,
     scale: float,
+    plan: Tensor | None = None,  # this kernel follows none
+    split: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     out, lse = nothing_seen(q_intra, v_pages.shape[-1])
     ends = cu_seqlens_q.tolist()

@@ -19,7 +19,7 @@ def dual_chunk_rotary(
     chunk_size: int,
     local_size: int,
     original_max_position: int,  # 0: no length factor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:  # [3, tokens, heads, head_dim]
     chunk_len = chunk_size - local_size
     wide = widen(q)
     if original_max_position:
@@ -30,11 +30,12 @@ def dual_chunk_rotary(
     own = positions % chunk_len
     after = (own + chunk_len).clamp(max=chunk_size)
     far = torch.full_like(own, min(2 * chunk_len - 1, chunk_size))
-    intra, succ, inter = (
-        rotary_embedding(wide, at, cos_sin, interleaved, False).to(q.dtype)
-        for at in (own, after, far)
+    return torch.stack(
+        [
+            rotary_embedding(wide, at, cos_sin, interleaved, False).to(q.dtype)
+            for at in (own, after, far)
+        ]
     )
-    return intra, succ, inter
 
 
 KERNELS = {"dual_chunk_rotary": Kernel(dual_chunk_rotary, anything, efficiency=0.1)}

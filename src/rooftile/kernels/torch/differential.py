@@ -6,7 +6,7 @@ read once for both softmaxes, for twice the products with the keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,8 @@ def over_pages(
         left: int,
         right: int,
         scale: float,
+        plan: Tensor | None = None,
+        split: Sequence[int] = (),
     ) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
         q = stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2])
         out, lse = attention(
@@ -119,8 +121,8 @@ def over_pages(
             k_scale=None,
             v_scale=None,
             batch_invariant=False,
-            plan=None,
-            split=[],
+            plan=plan,
+            split=list(split),
         )
         return subtract(out, lse, lam)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -136,6 +138,8 @@ def paged_dual_chunk_attention(
     chunk_len: int,
     softcap: float,
     scale: float,
+    plan: Tensor | None = None,  # this kernel follows none
+    split: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, dim], [tokens, num_q_heads]
     out, lse = nothing_seen(q_intra, v_pages.shape[-1])
     ends, page_size = cu_seqlens_q.tolist(), k_pages.shape[2]

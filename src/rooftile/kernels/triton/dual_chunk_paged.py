@@ -1,8 +1,7 @@
 """Dual chunk attention over pages in portable Triton: prefill, decode and any mixture, after one plan.
 
-As `paged.py`, with the keys of an item in up to three runs, each met by its own queries. A tile of
-packed query rows may straddle a chunk border: its runs then overlap, and each row takes of a run
-what belongs to it.
+As `paged.py`, with the keys of an item in up to three runs, each met by its own queries. Requests are
+cut at chunk borders first, so that all queries of a tile stand in one chunk.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.kernels.chunk_requests import cut_at_chunks
 from rooftile.kernels.triton.merge import merge_parts
 from rooftile.kernels.triton.paged import (
     LOG2_E,
@@ -26,6 +26,7 @@ from rooftile.kernels.triton.paged import (
 )
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, split_kv
 from rooftile.planning.split_kv import Layout
+from rooftile.types import SplitSpec
 
 
 @triton.jit
@@ -43,8 +44,7 @@ def _fold(
     v_page_stride,
     v_slot_stride,
     v_dim_stride,
-    first,  # [rows], the keys of the run that each row sees: first .. last
-    last,
+    last,  # [rows], the last key that each row sees
     factor,
     softcap,
     k_dim,
@@ -85,7 +85,7 @@ def _fold(
         else:
             s = s * factor
         if masked:
-            seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+            seen = keys[None, :] <= last[:, None]
             s = tl.where(seen & present[None, :], s, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - new_maximum[:, None])
@@ -142,7 +142,6 @@ def _run_item(
     block: tl.constexpr,
     has_softcap: tl.constexpr,
     exact_dims: tl.constexpr,
-    straddles: tl.constexpr,
     stages: tl.constexpr,
 ):
     request = tl.load(words)
@@ -170,15 +169,12 @@ def _run_item(
     k += kv_head.to(tl.int64) * k_head_stride
     v += kv_head.to(tl.int64) * v_head_stride
 
-    # Of the tile's first and last query, and of each row.
-    low_position = tl.maximum(offset + row_begin // group_size, 0)
-    high_position = tl.maximum(
-        offset + (tl.minimum(row_begin + tile_rows, row_end) - 1) // group_size, 0
-    )
-    low_own = low_position // chunk_len * chunk_len
-    high_own = high_position // chunk_len * chunk_len
+    # All queries stand in the chunk of the request's last key; what the tile's first one sees of it,
+    # all of its rows see.
+    first_position = tl.maximum(offset + row_begin // group_size, 0)
     position = offset + token
-    own = tl.maximum(position, 0) // chunk_len * chunk_len
+    own = tl.maximum(kv_len - 1, 0) // chunk_len * chunk_len
+    before = tl.maximum(own - chunk_len, 0)
 
     state = (
         tl.zeros([tile_rows, v_tile], tl.float32),
@@ -187,55 +183,41 @@ def _run_item(
     )
     # A loop that stays one: the compiler's work is there once.
     for part in tl.range(0, 3, num_stages=1):
-        # Keys begin .. end - 1 belong to some row's run, `shared` .. `whole` - 1 to every row's.
+        # Keys begin .. end - 1 belong to this run; up to whole - 1 every row sees them.
         queries = q_inter
-        begin = low_own * 0
-        shared = begin
-        whole = low_own - chunk_len
-        end = high_own - chunk_len
-        first = own * 0
-        last = own - chunk_len - 1
+        begin = own * 0
+        end = before
+        whole = before
+        last = position * 0 + (end - 1)
         if part == 1:
             queries = q_succ
-            begin = low_own - chunk_len
-            shared = high_own - chunk_len
-            whole = low_own
-            end = high_own
-            first = own - chunk_len
-            last = own - 1
+            begin = before
+            end = own
+            whole = own
+            last = position * 0 + (end - 1)
         elif part == 2:
             queries = q_intra
-            begin = low_own
-            shared = high_own
-            whole = low_position + 1
-            end = high_position + 1
-            first = own
+            begin = own
+            end = kv_len
+            whole = first_position + 1
             last = position
         begin = tl.maximum(begin, item_begin)
-        end = tl.minimum(tl.minimum(end, item_end), kv_len)
+        end = tl.minimum(end, item_end)
         if begin < end:
             q_tile = tl.load(queries + q_at, mask=q_mask, other=0.0)
-            shared = tl.minimum(tl.maximum(shared, begin), end)
-            whole = tl.maximum(tl.minimum(whole, end), shared)
-            whole = shared + (whole - shared) // block * block
-            if straddles:  # rows of two chunks: keys before those that all of them see
-                state = _fold(
-                    state, begin, shared, q_tile, table, k, v, k_page_stride, k_slot_stride,
-                    k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
-                    softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
-                    exact_dims, stages,
-                )  # fmt: skip
+            whole = tl.maximum(tl.minimum(whole, end), begin)
+            whole = begin + (whole - begin) // block * block
             state = _fold(
-                state, shared, whole, q_tile, table, k, v, k_page_stride, k_slot_stride,
-                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
-                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, False, has_softcap,
-                exact_dims, stages,
+                state, begin, whole, q_tile, table, k, v, k_page_stride, k_slot_stride,
+                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, last, factor, softcap,
+                k_dim, v_dim, k_tile, v_tile, page_size, block, False, has_softcap, exact_dims,
+                stages,
             )  # fmt: skip
             state = _fold(
                 state, whole, end, q_tile, table, k, v, k_page_stride, k_slot_stride,
-                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, first, last, factor,
-                softcap, k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap,
-                exact_dims, stages,
+                k_dim_stride, v_page_stride, v_slot_stride, v_dim_stride, last, factor, softcap,
+                k_dim, v_dim, k_tile, v_tile, page_size, block, True, has_softcap, exact_dims,
+                stages,
             )  # fmt: skip
     o, maximum, total = state
 
@@ -292,7 +274,6 @@ def paged_dual_chunk_kernel(
     block: tl.constexpr,
     has_softcap: tl.constexpr,
     exact_dims: tl.constexpr,
-    straddles: tl.constexpr,  # whether a tile may hold queries of two chunks
     stages: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -308,7 +289,7 @@ def paged_dual_chunk_kernel(
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
                 k_dim, v_dim, small_rows, k_tile, v_tile, page_size, block, has_softcap,
-                exact_dims, straddles, stages,
+                exact_dims, stages,
             )  # fmt: skip
         elif large_rows > 0:
             _run_item(
@@ -317,7 +298,7 @@ def paged_dual_chunk_kernel(
                 k_head_stride, k_slot_stride, k_dim_stride, v_page_stride, v_head_stride,
                 v_slot_stride, v_dim_stride, num_heads, group_size, chunk_len, factor, softcap,
                 k_dim, v_dim, large_rows, k_tile, v_tile, page_size, block, has_softcap,
-                exact_dims, straddles, stages,
+                exact_dims, stages,
             )  # fmt: skip
     clear_padding(cu_seqlens_q, batch, tokens, program, out, lse, num_heads, v_dim)
 
@@ -336,6 +317,8 @@ def paged_dual_chunk_attention(
     chunk_len: int,
     softcap: float,
     scale: float,
+    plan: Tensor | None,
+    split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     queries: tuple[Any, ...] = (q_intra, q_succ, q_inter)
     if len({x.stride() for x in queries}) > 1:
@@ -346,10 +329,17 @@ def paged_dual_chunk_attention(
     lse = q_intra.new_empty(tokens, num_heads, dtype=torch.float32)
     if tokens == 0:
         return out, lse
+    if plan is None:
+        if max_q_len > 1 and kv_lens.shape[0]:
+            cu_seqlens_q, kv_lens, page_table = cut_at_chunks(
+                cu_seqlens_q, kv_lens, page_table, tokens, chunk_len
+            )
+            max_q_len = min(max_q_len, chunk_len)
+        call = Planned(q_intra.dtype, num_heads, num_kv_heads, k_dim, v_dim)
+        split = split_of(call, kv_lens.shape[0], tokens, max_q_len, max_kv_len).numbers
+        plan = split_kv(cu_seqlens_q, kv_lens, split)
     batch = kv_lens.shape[0]
-    call = Planned(q_intra.dtype, num_heads, num_kv_heads, k_dim, v_dim)
-    spec = split_of(call, batch, tokens, max_q_len, max_kv_len)
-    plan = split_kv(cu_seqlens_q, kv_lens, spec.numbers)
+    spec = SplitSpec.from_numbers(split)
     layout = Layout(spec)
     config = config_of(k_dim, v_dim, q_intra.dtype.itemsize, max_q_len * spec.group_size)
     partial_out = q_intra.new_empty(layout.partial_rows, v_dim, dtype=torch.float32)
@@ -377,7 +367,6 @@ def paged_dual_chunk_attention(
             block=spec.kv_tile,
             has_softcap=softcap != 0,
             exact_dims=k_dim == k_tile and v_dim == v_tile,
-            straddles=max_q_len > 1,
             stages=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

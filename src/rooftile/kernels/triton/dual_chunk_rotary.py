@@ -103,12 +103,12 @@ def dual_chunk_rotary(
     chunk_size: int,
     local_size: int,
     original_max_position: int,  # 0: no length factor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:  # [3, tokens, heads, head_dim]
     tokens, heads, head_dim = q.shape
     half = cos_sin.shape[-1]
-    intra, succ, inter = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    if intra.numel() == 0:
-        return intra, succ, inter
+    rotations = torch.empty((3, *q.shape), dtype=q.dtype, device=q.device)
+    if rotations.numel() == 0:
+        return rotations
     q = q if q.stride(2) == 1 else q.contiguous()
     tile_half = triton.next_power_of_2(half)
     tile_heads = max(1, min(triton.next_power_of_2(heads), 2048 // tile_half))
@@ -116,7 +116,7 @@ def dual_chunk_rotary(
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         dual_chunk_rotary_kernel[(tokens, triton.cdiv(heads, tile_heads))](
             *(q, positions, positions if lengths is None else lengths, cos_sin.contiguous()),
-            *(intra, succ, inter, q.stride(0), q.stride(1), heads, head_dim, half),
+            *(*rotations, q.stride(0), q.stride(1), heads, head_dim, half),
             *(chunk_size - local_size, chunk_size),
             1.0 / original_max_position if original_max_position else 0.0,
             tile_heads=tile_heads,
@@ -126,7 +126,7 @@ def dual_chunk_rotary(
             has_rest=rest > 0,
             has_lengths=lengths is not None,
         )
-    return intra, succ, inter
+    return rotations
 
 
 KERNELS = {"dual_chunk_rotary": Kernel(dual_chunk_rotary, refusal, efficiency=0.7)}

@@ -81,3 +81,9 @@ def config_of(
     if batch_invariant or packed_rows > largest.tile_rows[-1]:
         return largest if quantised else LARGE[dim]
     return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)
+
+
+def longest_tile(k_dim: int, v_dim: int) -> int:
+    """The most keys of a tile that calls of these dims may have; other tiles divide it."""
+    dim = next(dim for dim in SMALL if dim >= max(k_dim, v_dim))
+    return max(config.block for config in (*SMALL[dim], LARGE[dim]))

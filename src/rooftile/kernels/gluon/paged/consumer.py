@@ -67,6 +67,15 @@ def _load_queries(work, q_tile, first_row, end_row, token, kv_head, k_dim: gl.co
 
 
 @gluon.jit
+def _next_queries(work, q_ring, q_fill, turn, group: gl.constexpr):
+    """Gives the tile of queries back and waits for the next rotation: its fill, the turn after it."""
+    q_ring.release(q_fill)
+    following = work.q_fill(turn, group)
+    q_ring.arrived(following)
+    return following, work.next_q(turn)
+
+
+@gluon.jit
 def _whole_tiles(work, first_row, end_row, offset, kv_len):
     """KV tiles low .. high - 1 are seen whole by each of the packed rows; others need a mask."""
     low = 0
@@ -127,10 +136,17 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 q_before = q_fill
                 started = True
             turn = work.next_q(turn)
-        q = q_ring.tile(q_fill)
+        rotation = 0
+        border = 0
+        if work.rotations > 1:
+            rotation, border = work.first_rotation(last, kv_len)
         if first_row >= end_row:
             # Nothing of this item is this group's.
-            for _ in range(tiles):
+            for i in range(tiles):
+                if work.rotations > 1 and work.packed > 0:  # noqa: SIM102
+                    if last - i < border:
+                        rotation, border = work.next_rotation(rotation, border)
+                        q_fill, turn = _next_queries(work, q_ring, q_fill, turn, group)
                 take_turn(group, work.turns)
                 pass_turn(group, work.turns)
                 k_ring.arrived(fill)
@@ -139,8 +155,10 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 v_ring.release(fill)
                 fill = k_ring.after(fill)
         else:
+            q = q_ring.tile(q_fill)
             if work.packed == 0:
-                _load_queries(work, q, first_row, end_row, token, kv_head, k_dim)
+                rotated = token + rotation * work.tokens
+                _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
             if work.has_sink:
                 head = kv_head * work.group_size + rows % work.group_size
                 sinks = gl.load(
@@ -174,6 +192,15 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 k_ring.arrived(fill, pred=tiles > 1)
                 for i in range(1, tiles):
                     at = fill
+                    if work.rotations > 1:  # noqa: SIM102, the first is known at compile time
+                        if last - i < border:
+                            rotation, border = work.next_rotation(rotation, border)
+                            if work.packed > 0:
+                                q_fill, turn = _next_queries(work, q_ring, q_fill, turn, group)
+                            else:
+                                rotated = token + rotation * work.tokens
+                                _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
+                    q = q_ring.tile(q_fill)
                     o, weights, softmax, fill = next_block(
                         work,
                         q,
@@ -204,7 +231,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
             o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
             if work.packed > 0 and part < 0:
                 store_lse(work, softmax.lse(), rows, end_row, token, kv_head)
-                q.store(o.to(dtype))
+                q_ring.tile(q_fill).store(o.to(dtype))
                 fence_async_shared()
                 token0 = first_row // work.packed
                 corner = packed_corner(kv_head * work.packed, token, q_len, token0)
@@ -219,9 +246,12 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                         join_parts(
                             work, first, parts, first_row, ends, token, kv_head, GROUP_ROWS, v_dim
                         )
-        if work.packed > 0 and work.q_stages == 1:
-            tma_store_wait(0)
-            q_ring.release(q_fill)
+        if work.packed > 0:
+            if work.q_stages == 1:
+                tma_store_wait(0)
+                q_ring.release(q_fill)
+            elif work.rotations > 1:
+                q_before = q_fill
         slot = queue.after(slot)
         queue.arrived(slot)
         more = queue.field(slot, MORE)

@@ -183,13 +183,16 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
         first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
         parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
         q_fill = work.q_fill(q_turn, 0)
+        rotation = 0
+        border = 0
+        if work.rotations > 1:
+            rotation, border = work.first_rotation(last, kv_len)
         if work.packed > 0:
             q_ring.arrived(q_fill)
-            q = q_ring.tile(q_fill).permute((1, 0))
         else:
-            unit = _load_queries(work, q_gathered, item_row, end_row, token, kv_head)
+            rotated = token + rotation * work.tokens
+            unit = _load_queries(work, q_gathered, item_row, end_row, rotated, kv_head)
             unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
-            q = q_gathered.permute((1, 0))
         rows = item_row + gl.arange(0, num_rows, columns_of(S))
         position = rows // work.group_size + (kv_len - q_len)
         # Keys low .. high are visible to a row; tiles whole .. whole_end - 1 need no mask.
@@ -218,6 +221,21 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
         o = gl.zeros([v_dim, num_rows], gl.float32, S)
         for i in range(tiles):
             n = last - i
+            if work.rotations > 1:  # noqa: SIM102, the first is known at compile time
+                if n < border:
+                    rotation, border = work.next_rotation(rotation, border)
+                    if work.packed > 0:
+                        q_ring.release(q_fill)
+                        q_turn = work.next_q(q_turn)
+                        q_fill = work.q_fill(q_turn, 0)
+                        q_ring.arrived(q_fill)
+                    else:
+                        rotated = token + rotation * work.tokens
+                        _load_queries(work, q_gathered, item_row, end_row, rotated, kv_head)
+            if work.packed > 0:
+                q = q_ring.tile(q_fill).permute((1, 0))
+            else:
+                q = q_gathered.permute((1, 0))
             k_ring.arrived(fill)
             s = gl.zeros([block, num_rows], gl.float32, S)
             if work.quantised:

@@ -42,10 +42,15 @@ def paged_attention(
     plan: Tensor | None,
     split: list[int],
     config: Config | None = None,
+    chunk_len: int = 0,
 ) -> Result:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
+    """chunk_len: of dual chunk attention, whole KV tiles. Then q has the three rotations of all tokens
+    one after the other, [3 * tokens, ...], and a request's queries lie in the chunk of its last key.
+    """
     batch = kv_lens.shape[0]
+    tokens = q.shape[0] // (3 if chunk_len else 1)
     if q.shape[0] == 0 or batch == 0 or k_pages.shape[0] == 0:
-        return _nothing(q, v_pages, cu_seqlens_q, sink)
+        return _nothing(q[:tokens], v_pages, cu_seqlens_q, sink)
     if scale <= 0:  # the row maximum is taken of raw scores, which needs a positive scale
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q = addressable(q)
@@ -60,11 +65,11 @@ def paged_attention(
     if plan is None:
         from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
 
-        capacities = (batch, q.shape[0], max_q_len, max_kv_len)
+        capacities = (batch, tokens, max_q_len, max_kv_len)
         shapes = (num_heads, num_kv_heads, *dims, quantised, left, right, batch_invariant)
         split = _spec(config, _ctas(q.device.type), *shapes, *capacities).numbers
         plan = split_kv(cu_seqlens_q, kv_lens, split)
-    options = (left, right, softcap, scale, sink is None, config, *split)
+    options = (left, right, softcap, scale, sink is None, config, chunk_len, *split)
     kind = (
         *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
         *(v_pages.shape, v_pages.stride(), page_table.stride(0), options),
@@ -75,7 +80,8 @@ def paged_attention(
             _runs.clear()
         spec = SplitSpec.from_numbers(split)
         run = _runs[kind] = _kind_of_call(
-            q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config
+            *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config),
+            chunk_len,
         )
     return run(
         *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table.to(torch.int32)),
@@ -95,9 +101,11 @@ def _kind_of_call(
     scale: float,
     spec: SplitSpec,
     config: Config,
+    chunk_len: int,
 ) -> Callable[..., Result]:
     """Everything that does not depend on where tensors lie, once for each kind of call."""
-    tokens, num_heads, k_dim = q.shape
+    rotations = 3 if chunk_len else 1
+    tokens, num_heads, k_dim = q.shape[0] // rotations, *q.shape[1:]
     num_kv_heads, page_size, v_dim = k_pages.shape[1], k_pages.shape[2], v_pages.shape[3]
     group_size = num_heads // num_kv_heads
     layout = Layout(spec)
@@ -126,6 +134,7 @@ def _kind_of_call(
             # With a cap, what goes into tanh, and the log2 units that come out.
             scale / softcap if softcap else scale * _LOG2_E,
             softcap * _LOG2_E,
+            chunk_len // block,
         ),
         constants(
             *(
@@ -137,6 +146,7 @@ def _kind_of_call(
                 right >= 0,
                 softcap != 0,
                 sink is not None,
+                rotations,
             )
         ),
         most_registers=128 if config.ctas == 2 else None,

@@ -46,6 +46,7 @@ _UNSPECIALISED = [
     "v_width_of_8",
     "left",
     "right",
+    "chunk",
 ]
 
 
@@ -85,6 +86,7 @@ def paged_kernel(
     right,
     factor,
     softcap,
+    chunk,
     k_dim: gl.constexpr,
     v_dim: gl.constexpr,
     few: gl.constexpr,
@@ -102,6 +104,7 @@ def paged_kernel(
     has_right: gl.constexpr,
     has_softcap: gl.constexpr,
     has_sink: gl.constexpr,
+    rotations: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     work = Work(
@@ -135,6 +138,7 @@ def paged_kernel(
         right,
         factor,
         softcap,
+        chunk,
         page_size,
         packed,
         q_stages,
@@ -143,6 +147,7 @@ def paged_kernel(
         has_right,
         has_softcap,
         has_sink,
+        rotations,
         groups,
         block,
         groups,
@@ -215,6 +220,7 @@ def constants(
     has_right: bool,
     has_softcap: bool,
     has_sink: bool,
+    rotations: int = 1,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `paged_kernel`, in its order."""
     return (
@@ -235,4 +241,5 @@ def constants(
         ("has_right", has_right),
         ("has_softcap", has_softcap),
         ("has_sink", has_sink),
+        ("rotations", rotations),
     )

@@ -66,6 +66,19 @@ def _load_tile(
 
 
 @gluon.jit
+def _fetch_queries(work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len):
+    """Starts the copies of a tile of queries for each warpgroup; returns the turn that follows."""
+    for group in gl.static_range(work.groups):
+        q_fill = work.q_fill(turn, group)
+        token0 = (row_begin + group * GROUP_ROWS) // work.packed
+        q_ring.acquire(q_fill)
+        start = q_begin + rotation * work.tokens if work.rotations > 1 else q_begin
+        corner = packed_corner(kv_head * work.packed, start, q_len, token0)
+        q_ring.fetch(q_fill, 0, q_desc, corner)
+    return work.next_q(turn)
+
+
+@gluon.jit
 def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """Tells the consumers what each item is, and loads it, last keys first."""
     pages: gl.constexpr = k_ring.pages
@@ -109,14 +122,14 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             ),
         )
         slot = queue.after(slot)
+        rotation = 0
+        border = 0
+        if work.rotations > 1:
+            rotation, border = work.first_rotation(kv_end - 1, kv_len)
         if work.packed > 0:
-            for group in gl.static_range(work.groups):
-                q_fill = work.q_fill(turn, group)
-                token0 = (row_begin + group * GROUP_ROWS) // work.packed
-                q_ring.acquire(q_fill)
-                corner = packed_corner(kv_head * work.packed, q_begin, q_len, token0)
-                q_ring.fetch(q_fill, 0, q_desc, corner)
-            turn = work.next_q(turn)
+            turn = _fetch_queries(
+                work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
+            )
         for i in range(tiles):
             tile = kv_end - 1 - i
             # The next tile's pages are looked up while this one's stages are waited for.
@@ -125,6 +138,13 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             )
             seen = (first_key, kv_len, kv_head)
             _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, pages)
+            if work.rotations > 1 and work.packed > 0:  # noqa: SIM102, known at compile time
+                # After the keys: where queries have one stage, it is free once these have come.
+                if tile < border:
+                    rotation, border = work.next_rotation(rotation, border)
+                    turn = _fetch_queries(
+                        work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
+                    )
             _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
             fill = k_ring.after(fill)
             found = following

@@ -75,6 +75,7 @@ class Work:
     right: gl.tensor
     factor: gl.tensor  # raw scores to log2 units
     softcap: gl.tensor
+    chunk: gl.tensor  # KV tiles of a chunk, where queries are rotated for each distance in chunks
     page_size: gl.constexpr
     packed: (
         gl.constexpr
@@ -85,6 +86,7 @@ class Work:
     has_right: gl.constexpr
     has_softcap: gl.constexpr
     has_sink: gl.constexpr
+    rotations: gl.constexpr  # of every query, `tokens` apart in q: 3 with dual chunks, else 1
     groups: gl.constexpr
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
@@ -102,6 +104,20 @@ class Work:
             return Fill(turn.stage ^ 1, turn.phase ^ turn.stage)
         else:
             return Fill(turn.stage, turn.phase ^ 1)
+
+    @gluon.jit
+    def first_rotation(self, last, kv_len):
+        """Which rotation of its queries an item meets its last KV tile with, and the tile from which
+        on: earlier ones are met with the next. A request's queries lie in the chunk of its last key.
+        """
+        own = gl.maximum(kv_len - 1, 0) // (self.chunk * self.block) * self.chunk
+        rotation = gl.where(last < own, 1, 0) + gl.where(last < own - self.chunk, 1, 0)
+        return rotation, gl.where(rotation == 2, 0, own - rotation * self.chunk)
+
+    @gluon.jit
+    def next_rotation(self, rotation, border):
+        following = rotation + 1
+        return following, gl.where(following == 2, 0, border - self.chunk)
 
     @gluon.jit
     def items(self):
