@@ -19,6 +19,16 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_source_tree_that_is_not_installed_has_a_version() -> None:
+    run(
+        "from importlib import metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import rooftile\n"
+        "assert rooftile.__version__ == '0+source'"
+    )
+
+
 def test_the_package_alone_imports_no_torch() -> None:
     run(
         "import rooftile, sys\n"

@@ -100,9 +100,12 @@ MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        value: Any = version("rooftile")
+        try:
+            value: Any = version("rooftile")
+        except PackageNotFoundError:  # a source tree on PYTHONPATH
+            value = "0+source"
     elif name in MODULES:
         value = getattr(import_module(MODULES[name]), name)
     else:

@@ -6,16 +6,18 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from rooftile.engine.async_llm import AsyncLLM
 from rooftile.engine.outputs import EngineStats
 from rooftile.server.address import address_of, bind
 from rooftile.server.config import ServerConfig
 from rooftile.server.run import Server, run
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 
 class LiveServer:
@@ -56,13 +58,17 @@ class LiveServer:
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
-    def openai(self, **options: Any) -> openai.OpenAI:
-        defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
-        return openai.OpenAI(**{**defaults, **options})
+    def openai(self, **options: Any) -> OpenAI:
+        from openai import OpenAI
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
         defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
-        return openai.AsyncOpenAI(**{**defaults, **options})
+        return OpenAI(**{**defaults, **options})
+
+    def async_openai(self, **options: Any) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
+        defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
+        return AsyncOpenAI(**{**defaults, **options})
 
     def stats(self) -> EngineStats:
         future = asyncio.run_coroutine_threadsafe(self.llm.stats(), self.server._loop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -13,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from rooftile import __version__
 from rooftile.engine.async_llm import EngineDeadError
 from rooftile.engine.outputs import EngineStats
 from rooftile.server.auth import KeyCheck
@@ -49,7 +49,7 @@ STATS_SECONDS = 5.0  # a step of a large batch may hold up the answer for a whil
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="Rooftile",
-        version=version("rooftile"),
+        version=__version__,
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
     )
@@ -74,7 +74,7 @@ def _public_router(service: Service) -> APIRouter:
 
     @router.get("/version", response_model=Version)
     async def show_version() -> Response:
-        return JSONResponse({"version": version("rooftile")})
+        return JSONResponse({"version": __version__})
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
