@@ -81,6 +81,8 @@ class SplitSpec:
     num_ctas: int
     min_piece: int  # KV tiles, at least 1
     piece: int = 0  # KV tiles; 0: strips are cut where shares end
+    groups: int = 0  # capacity: groups of requests that share a prefix; 0: none is looked for
+    least_saved: int = 0  # keys that a group must spare reading to attend its prefix once
 
     @property
     def numbers(self) -> list[int]:
@@ -108,17 +110,6 @@ class AttentionPlan:
     kernel: str
     split: SplitSpec | None
     buffer: Tensor = field(repr=False)  # int32, as planning/split_kv.py lays it out
-    cascade: CascadePlan | None = None  # instead of all this, where requests share prefixes
-
-
-@dataclass(frozen=True)
-class CascadePlan:
-    """Shared prefixes attended once by a group's queries, and what follows by each request's own."""
-
-    prefix: PagedBatch  # a request for each group: all its members' queries, the shared keys
-    prefix_plan: AttentionPlan
-    rest: PagedBatch  # the requests, their tables beginning after the shared pages
-    rest_plan: AttentionPlan
 
 
 @dataclass(frozen=True)

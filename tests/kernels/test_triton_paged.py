@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.planning.split_kv import Item, Layout
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle
+from tests.ops import test_shared_prefix as prefixes
 from tests.ops.test_paged import GARBAGE, check, fill, pool
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -183,3 +185,62 @@ def test_what_the_kernel_refuses() -> None:
         NotImplementedError, match="dims are 600 and 600; it takes up to 576 and 512"
     ):
         paged_attention(wide.q, pages, pages, paged.batch, kernel="triton")
+
+
+@settings(max_examples=20)
+@given(
+    groups=prefixes.GROUPS, idle=st.integers(0, 2), has_sink=st.booleans(), planned=st.booleans(),
+    least=st.sampled_from([0, 0, 100]), dtype=DTYPES, seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_shared_prefixes_change_nothing(
+    groups: list[prefixes.Group],
+    idle: int,
+    has_sink: bool,
+    planned: bool,
+    least: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "LEAST_SAVED", least)
+        prefixes.check(groups, idle, has_sink, planned, seed, "triton", dtype, tolerance)
+
+
+def test_shared_keys_are_read_once_and_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, batch = prefixes.make([(5, [(1, 3)] * 4), (2, [(1, 6)]), (2, [(1, 2)] * 2)], 0)
+
+    def read(least: int) -> dict[int, int]:
+        """KV tiles of 32 keys that each request's pages give, for each of 2 kv heads."""
+        monkeypatch.setattr(kernel, "LEAST_SAVED", least)
+        plan = plan_paged_attention(q, k, v, batch, kernel="triton")
+        assert plan.split is not None
+        assert plan.split.groups == 3
+        layout, words = Layout(plan.split), plan.buffer.tolist()
+        tiles: dict[int, int] = {}
+        for cta in range(plan.split.num_ctas):
+            first, count = words[layout.ctas + 2 * cta :][:2]
+            for index in range(first, first + count):
+                item = Item(*words[layout.items + 12 * index :][:12])
+                tiles[item.request] = tiles.get(item.request, 0) + item.kv_end - item.kv_begin
+        return {request: n // 2 for request, n in tiles.items()}
+
+    assert read(1000) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2}
+    assert read(100) == {0: 3, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2}
+    assert read(0) == {0: 3, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 1}
+
+
+def test_what_cannot_share_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, batch = prefixes.make([(5, [(1, 3)] * 4)], 1)
+    options: list[dict[str, Any]] = [{"window": (6, 0)}, {"batch_invariant": True}]
+    for option in options:
+        plan = plan_paged_attention(q, k, v, batch, kernel="triton", **option)
+        assert plan.split is not None
+        assert plan.split.groups == 0
+    many = prefixes.make([(5, [(20, 3)] * 4)], 1)
+    plan = plan_paged_attention(*many, kernel="triton")  # 40 rows do not fit one tile
+    assert plan.split is not None
+    assert plan.split.groups == 0
+    plan = plan_paged_attention(q, k, v, batch, kernel="triton")
+    with pytest.raises(ValueError, match="groups=1.*this call needs .*groups=0"):
+        paged_attention(q, k, v, batch, plan=plan, window=(6, 0), kernel="triton")

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from rooftile.planning.split_kv import Layout, plan
 from rooftile.types import SplitSpec
-from tests.planning.split_batches import Lengths, batches, decode_batches
+from tests.planning.split_batches import (
+    Lengths,
+    Prefixes,
+    batches,
+    decode_batches,
+    sharing_batches,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -43,5 +49,25 @@ def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
     cu = torch.tensor([0, *q_lens, *idle]).cumsum(0).int()
     got = kernel.split_kv(cu, torch.tensor(kv_lens + idle, dtype=torch.int32), spec.numbers)
     expected = plan(spec, q_lens, kv_lens).words(spec)
+    assert got.shape == (len(expected),)
+    assert defined(got.tolist(), spec) == defined(expected, spec)
+
+
+@settings(max_examples=50)
+@given(batch=sharing_batches())
+def test_shared_prefixes_equal_the_specification(
+    batch: tuple[SplitSpec, Lengths, Prefixes],
+) -> None:
+    spec, lengths, (first, shared) = batch
+    idle = [0] * (spec.batch - len(lengths))
+    q_lens, kv_lens = [q for q, _ in lengths] + idle, [kv for _, kv in lengths] + idle
+    first = first + [first[-1]] * (spec.groups - len(shared))
+    shared = shared + [0] * (spec.groups - len(shared))
+    cu, lens, begins, keys = (
+        torch.tensor(x, dtype=torch.int32)
+        for x in ([0, *torch.tensor(q_lens).cumsum(0).tolist()], kv_lens, first, shared)
+    )
+    got = kernel.split_kv(cu, lens, spec.numbers, begins, keys)
+    expected = plan(spec, q_lens, kv_lens, first, shared).words(spec)
     assert got.shape == (len(expected),)
     assert defined(got.tolist(), spec) == defined(expected, spec)

@@ -25,7 +25,13 @@ from rooftile.ops.tree import tree_attention
 from rooftile.planning.split_kv import Layout
 from rooftile.planning.split_kv import plan as planned
 from rooftile.types import PagedBatch, PrefixGroups, SplitSpec
-from tests.planning.split_batches import Lengths, batches, decode_batches
+from tests.planning.split_batches import (
+    Lengths,
+    Prefixes,
+    batches,
+    decode_batches,
+    sharing_batches,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -294,8 +300,34 @@ def test_the_gpu_makes_the_plan_of_the_specification(batch: tuple[SplitSpec, Len
     idle = [0] * (spec.batch - len(lengths))
     cu = torch.tensor([0, *q_lens, *idle]).cumsum(0).int().cuda()
     lens = torch.tensor(kv_lens + idle, dtype=torch.int32).cuda()
-    got = SPLIT_KV.handle(cu, lens, spec.numbers, "triton").tolist()
-    expected = planned(spec, q_lens, kv_lens).words(spec)
+    got = SPLIT_KV.handle(cu, lens, spec.numbers, None, None, "triton").tolist()
+    expect_plan(got, spec, planned(spec, q_lens, kv_lens).words(spec))
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=sharing_batches())
+def test_the_gpu_shares_prefixes_as_the_specification(
+    batch: tuple[SplitSpec, Lengths, Prefixes],
+) -> None:
+    from rooftile.ops.split_kv import SPLIT_KV
+
+    spec, lengths, (first, shared) = batch
+    spec = dataclasses.replace(
+        spec, tile_rows=(16, 64), tile_cost=(100, 150), num_ctas=132, min_piece=2, kv_tile=64
+    )
+    most = max([q for q, _ in lengths] + [1])
+    spec = dataclasses.replace(spec, group_size=min(spec.group_size, 64 // most))
+    missing = spec.groups - len(shared)
+    first, shared = first + [first[-1]] * missing, shared + [0] * missing
+    idle = [(0, 0)] * (spec.batch - len(lengths))
+    q_lens, kv_lens = ([pair[i] for pair in lengths + idle] for i in (0, 1))
+    numbers = ([0, *torch.tensor(q_lens).cumsum(0).tolist()], kv_lens, first, shared)
+    cu, lens, *prefixes = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in numbers)
+    got = SPLIT_KV.handle(cu, lens, spec.numbers, *prefixes, "triton").tolist()
+    expect_plan(got, spec, planned(spec, q_lens, kv_lens, first, shared).words(spec))
+
+
+def expect_plan(got: list[int], spec: SplitSpec, expected: list[int]) -> None:
     layout = Layout(spec)
     ctas = slice(layout.ctas, layout.ctas + 2 * spec.num_ctas)
     merges = slice(layout.merges, layout.merges + 8 * expected[0])
@@ -320,34 +352,54 @@ def test_trees_of_speculated_tokens() -> None:
     assert_close(got, exact, plain)
 
 
-def test_a_shared_prefix_gives_what_attention_without_sharing_gives() -> None:
-    pages, own = 300, 4
-    g = torch.Generator("cuda").manual_seed(0)
-    k, v = torch.randn(2, pages + 30 * own, 2, 16, 128, generator=g, device="cuda").bfloat16()
-    mine = torch.arange(30 * own, device="cuda").view(30, own) + pages
-    table = torch.cat([torch.arange(pages, device="cuda").expand(30, -1), mine], 1).int()
-    kv_lens = torch.randint(pages * 16 + 1, (pages + own) * 16, (30,), device="cuda").int()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_shared_prefix_gives_what_attention_without_sharing_gives(
+    family: str, q_len: int, page: int
+) -> None:
+    """Groups of 20 and 9 requests that share, and one request alone; some padding."""
+    keys, own = (4800, 1024), 128
+    g = torch.Generator("cuda").manual_seed(q_len)
+    pages = [n // page for n in keys]
+    count = sum(pages) + 30 * (own // page)
+    k, v = torch.randn(2, count + 1, 2, page, 128, generator=g, device="cuda").bfloat16()
+    k[-1], v[-1] = math.nan, math.nan
+    order = torch.randperm(count, generator=g, device="cuda").int()
+    prefixes, mine = order[: sum(pages)].split(pages), order[sum(pages) :].view(30, -1)
+    table = torch.full((30, max(pages) + own // page), count, device="cuda", dtype=torch.int32)
+    kv_lens = torch.randint(q_len, own + 1, (30,), generator=g, device="cuda").int()
+    for i in range(30):
+        shared = prefixes[i // 20] if i < 29 else prefixes[0][:0]
+        table[i, : len(shared)] = shared
+        table[i, len(shared) : len(shared) + own // page] = mine[i]
+        kv_lens[i] += len(shared) * page
     groups = PrefixGroups(
-        torch.tensor([0, 20, 30, 30], device="cuda").int(),
-        torch.tensor([pages * 16, 16, 0], device="cuda").int(),
-        pages * 16,
+        torch.tensor([0, 20, 29, 30, 30], device="cuda").int(),
+        torch.tensor([*keys, 0, 0], device="cuda").int(),
+        max(keys),
     )
-    q = torch.randn(30, 8, 128, generator=g, device="cuda").bfloat16()
-    cu = torch.arange(31, device="cuda").int()
-    batch = PagedBatch(cu, kv_lens, table, 1, (pages + own) * 16, groups)
+    q = torch.randn(30 * q_len + 2, 8, 128, generator=g, device="cuda").bfloat16()
+    cu = torch.arange(31, device="cuda").int() * q_len
+    batch = PagedBatch(cu, kv_lens, table, q_len, max(keys) + own, groups)
     alone = dataclasses.replace(batch, prefix=None)
-    plan = plan_paged_attention(q, k, v, batch)
-    assert plan.cascade is not None
-    assert plan.cascade.prefix.kv_lens.tolist() == [pages * 16, 0, 0]
-    shared = paged_attention(q, k, v, batch, plan=plan, return_lse=True)
-    exact = paged_attention(
-        q.double(), k.double(), v.double(), alone, return_lse=True, kernel="reference"
+    sink = torch.randn(8, generator=g, device="cuda")
+    plan = plan_paged_attention(q, k, v, batch, sink=sink, kernel=family)
+    assert plan.split is not None
+    assert plan.split.groups == 4
+    assert plan.buffer[4] < plan.buffer[3]  # there are strips of groups
+    arguments = {"sink": sink, "return_lse": True}
+    shared_once, again, planned_inside = (
+        paged_attention(q, k, v, batch, plan=p, kernel=family, **arguments)  # type: ignore[arg-type]
+        for p in (plan, plan, None)
     )
-    plain = paged_attention(q, k, v, alone, return_lse=True, kernel="reference")
-    # The results of both passes are rounded to bfloat16 before they are merged.
-    assert float((shared[0].double() - exact[0]).abs().max()) < 6e-4
-    assert float((plain[0].double() - exact[0]).abs().max()) < 6e-4
-    torch.testing.assert_close(shared[1].double(), exact[1], atol=1e-3, rtol=1e-4)
+    for got in (again, planned_inside):
+        assert torch.equal(got[0], shared_once[0])
+        assert torch.equal(got[1], shared_once[1])
+    wide = (q.double(), k.double(), v.double(), alone)
+    exact = paged_attention(*wide, kernel="reference", **arguments)  # type: ignore[arg-type]
+    assert float((shared_once[0].double() - exact[0]).abs().max()) < 6e-4
+    torch.testing.assert_close(shared_once[1].double(), exact[1], atol=1e-3, rtol=1e-4)
 
 
 def test_a_plan_serves_many_calls_and_no_others() -> None:

@@ -62,3 +62,34 @@ def decode_batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         piece=0,
     )
     return spec, lengths
+
+
+Prefixes = tuple[list[int], list[int]]  # first [groups + 1], shared [groups]
+
+
+@st.composite
+def sharing_batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths, Prefixes]:
+    """Batches of one query tile a request, in groups whose members begin with the same keys."""
+    spec, _ = draw(decode_batches())
+    most = max(1, spec.tile_rows[-1] // spec.group_size)
+    lengths: Lengths = []
+    first, shared = [0], []
+    for _ in range(draw(st.integers(0, 5))):
+        keys = draw(st.one_of(st.just(0), st.integers(0, 3000)))
+        for _ in range(draw(st.integers(0, 9))):
+            q_len = draw(st.one_of(st.just(1), st.integers(0, most)))
+            lengths.append((q_len, keys + q_len + draw(st.integers(0, 400))))
+        first.append(len(lengths))
+        shared.append(keys)
+    idle = draw(st.sampled_from([0, 0, 3]))
+    spec = replace(
+        spec,
+        batch=len(lengths) + idle,
+        tokens=sum(q for q, _ in lengths) + idle,
+        max_q_len=max([q for q, _ in lengths] + [0]),
+        max_kv_len=max([kv for _, kv in lengths] + [0]),
+        left=-1,
+        groups=max(1, len(shared)),
+        least_saved=draw(st.sampled_from([0, 0, 500])),
+    )
+    return spec, lengths, (first, shared)

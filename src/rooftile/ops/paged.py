@@ -15,12 +15,19 @@ from rooftile.ops.attention import (
     check_options,
     fake_attention,
 )
-from rooftile.ops.cascade import check_prefix, merge_two, split_batch
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import Operator, contents_checked
-from rooftile.ops.paged_check import check_batch, check_keys, check_pages, check_scales, check_slots
+from rooftile.ops.paged_check import (
+    check_batch,
+    check_keys,
+    check_pages,
+    check_prefix,
+    check_scales,
+    check_slots,
+)
 from rooftile.ops.split_kv import SPLIT_KV
-from rooftile.types import AttentionPlan, CascadePlan, PagedBatch, SplitSpec
+from rooftile.planning.split_kv import MOST_SHARING
+from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def paged_attention(
         check_prefix(name, batch, batch.prefix, k_pages.shape[2])
     check_scales(name, k_pages, v_pages, k_scale, v_scale)
     call = paged_call(q, k_pages, v_pages, sink, left, right, softcap, batch_invariant)
-    if plan is None and _cascades(call, batch):
+    if plan is None and _groups(call, batch) and not torch.compiler.is_compiling():
         plan = make_plan(call, batch, q.shape[0], kernel)
     elif plan is not None:
         _check_plan(name, plan, call, batch, q.shape[0], kernel)
@@ -125,23 +132,13 @@ def run_planned(
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` without checks: out and lse."""
 
-    def attend(
-        batch: PagedBatch, plan: AttentionPlan | None, sink: Tensor | None, right: int
-    ) -> tuple[Tensor, Tensor]:
-        results: tuple[Tensor, Tensor] = PAGED_ATTENTION.handle(
-            *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
-            *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
-            *(k_scale, v_scale, batch_invariant, *plan_arguments(plan)),
-            kernel if plan is None else plan.kernel,
-        )
-        return results
-
-    if plan is not None and plan.cascade is not None:
-        shared, own = plan.cascade, plan.cascade.rest_plan
-        # A query sees all of the prefix, and the sink counts once.
-        prefix = attend(shared.prefix, shared.prefix_plan, None, -1)
-        return merge_two(prefix, attend(shared.rest, own, sink, right))
-    return attend(batch, plan, sink, right)
+    results: tuple[Tensor, Tensor] = PAGED_ATTENTION.handle(
+        *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
+        *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
+        *(k_scale, v_scale, batch_invariant, *plan_arguments(plan)),
+        kernel if plan is None else plan.kernel,
+    )
+    return results
 
 
 def plan_paged_attention(
@@ -188,26 +185,14 @@ def plan_paged_attention(
 
 def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) -> AttentionPlan:
     """`plan_paged_attention` without checks."""
-    if _cascades(call, batch):
-        assert batch.prefix is not None
-        groups, rest = split_batch(batch, batch.prefix, call.page_size)
-        over_prefix = make_plan(replace(call, right=-1, has_sink=False), groups, tokens, kernel)
-        over_rest = make_plan(call, rest, tokens, kernel)
-        cascade = CascadePlan(groups, over_prefix, rest, over_rest)
-        return AttentionPlan(over_rest.kernel, None, over_rest.buffer, cascade)
     family = PAGED_ATTENTION.choose(call, kernel)
     split = _split(family, call, batch, tokens)
     if split is None:
         return AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
-    buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, "auto")
+    prefix = batch.prefix if split.groups else None
+    shared = (None, None) if prefix is None else (prefix.first, prefix.lens)
+    buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, *shared, "auto")
     return AttentionPlan(family, split, buffer)
-
-
-def _cascades(call: AttentionCall, batch: PagedBatch) -> bool:
-    if torch.compiler.is_compiling():  # which cannot follow the choice of a kernel for a plan
-        return False
-    some = batch.prefix is not None and batch.kv_lens.shape[0] > 0
-    return some and call.left < 0 and not call.batch_invariant
 
 
 def plan_arguments(plan: AttentionPlan | None) -> tuple[Tensor | None, list[int]]:
@@ -217,29 +202,24 @@ def plan_arguments(plan: AttentionPlan | None) -> tuple[Tensor | None, list[int]
     return plan.buffer, plan.split.numbers
 
 
+def _groups(call: AttentionCall, batch: PagedBatch) -> int:
+    """How many groups of requests a plan may find to share a prefix."""
+    if batch.prefix is None or call.left >= 0 or call.batch_invariant:
+        return 0
+    groups = batch.prefix.lens.shape[0]
+    return groups if batch.kv_lens.shape[0] + groups <= MOST_SHARING else 0
+
+
 def _split(family: str, call: AttentionCall, batch: PagedBatch, tokens: int) -> SplitSpec | None:
     kernel = PAGED_ATTENTION.kernel(family)
     assert isinstance(kernel, Kernel)
     if kernel.split is None:
         return None
     capacities = (batch.kv_lens.shape[0], tokens, batch.max_q_len, batch.max_kv_len)
-    split: SplitSpec = kernel.split(call, *capacities)
+    split: SplitSpec = kernel.split(call, *capacities, _groups(call, batch))
+    if split.groups and batch.max_q_len * split.group_size > split.tile_rows[-1]:
+        split = kernel.split(call, *capacities)  # many queries: products bind, not what is read
     return split
-
-
-def _check_cascade(
-    name: str, cascade: CascadePlan, call: AttentionCall, batch: PagedBatch, tokens: int
-) -> None:
-    require(
-        _cascades(call, batch),
-        lambda: (
-            f"{name}: the plan is of a batch whose requests share prefixes, and this call does not "
-            f"share them; call plan_paged_attention with the arguments of this call"
-        ),
-    )
-    prefix = replace(call, right=-1, has_sink=False)
-    _check_plan(name, cascade.prefix_plan, prefix, cascade.prefix, tokens, "auto")
-    _check_plan(name, cascade.rest_plan, call, cascade.rest, tokens, "auto")
 
 
 def _check_plan(
@@ -266,8 +246,6 @@ def _check_plan(
     if plan.split is not None and plan.split.piece:
         call = replace(call, batch_invariant=True)
     PAGED_ATTENTION.choose(call, plan.kernel)  # raises where the kernel cannot run the call
-    if plan.cascade is not None:
-        return _check_cascade(name, plan.cascade, call, batch, tokens)
     wanted = _split(plan.kernel, call, batch, tokens)
     require(
         wanted == plan.split,

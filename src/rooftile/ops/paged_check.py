@@ -16,7 +16,7 @@ from rooftile.ops.check import (
     require,
 )
 from rooftile.ops.operator import contents_checked
-from rooftile.types import PagedBatch
+from rooftile.types import PagedBatch, PrefixGroups
 
 QUANTISED = (torch.float8_e4m3fn,)  # dtypes of pages that need scales
 
@@ -113,6 +113,44 @@ def check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: 
             f"in use by request {request} with {int(batch.kv_lens[request])} tokens; "
             f"it must name one of {k_pages.shape[0]} pages"
         )
+
+
+def check_prefix(name: str, batch: PagedBatch, prefix: PrefixGroups, page_size: int) -> None:
+    for field, tensor in (("first", prefix.first), ("lens", prefix.lens)):
+        check_integers(name, f"prefix.{field}", tensor, batch.kv_lens, "kv_lens")
+    check_whole(name, 0, **{"prefix.max_len": prefix.max_len})
+    require(
+        prefix.first.dim() == 1 and prefix.first.shape[0] >= 1,
+        lambda: f"{name}: prefix.first has shape {list(prefix.first.shape)}; expected [groups + 1]",
+    )
+    check_shape(name, "prefix.lens", prefix.lens, (prefix.first.shape[0] - 1,), "[groups]")
+    if not contents_checked(prefix.first):
+        return
+    first, lens = prefix.first.tolist(), prefix.lens.tolist()
+    requests = batch.kv_lens.shape[0]
+    require(
+        first[0] == 0 and first[-1] == requests and first == sorted(first),
+        lambda: (
+            f"{name}: prefix.first is {first}; it must go up from 0 to the number of requests, {requests}"
+        ),
+    )
+    tables = batch.page_table.tolist()
+    before = (batch.kv_lens - batch.cu_seqlens_q.diff()).tolist()
+    for group, length in enumerate(lens):
+        members = range(first[group], first[group + 1])
+        fits = min((before[i] for i in members), default=length)
+        if length % page_size or not 0 <= length <= min(prefix.max_len, max(fits, 0)):
+            raise ValueError(
+                f"{name}: prefix.lens[{group}] is {length}; it must be whole pages of {page_size}, at "
+                f"most max_len = {prefix.max_len}, and before every member's queries, {fits}"
+            )
+        pages = length // page_size
+        different = [i for i in members if tables[i][:pages] != tables[members[0]][:pages]]
+        if different:
+            raise ValueError(
+                f"{name}: request {different[0]} does not begin with the same {pages} pages as "
+                f"request {members[0]} of its group; leave it out of the group"
+            )
 
 
 def check_scales(

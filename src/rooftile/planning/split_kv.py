@@ -32,10 +32,23 @@ natural-log lse [partial_rows], -inf and zeros where a row saw nothing, without 
 strip lie `row_stride` rows apart, first keys first, and are merged in this order; the merge adds
 the sink.
 
+**Shared prefixes** (`groups` > 0: without fixed pieces and left window, and no request has more rows than
+the largest query tile). Group g is requests first[g] .. first[g + 1] - 1, which begin with the same
+shared[g] keys. Rounded down to KV tiles, the group attends these once where that spares reading at
+least `least_saved` keys: (members - 1) x keys. Its strips, (group, kv head, query tile), follow those of
+all requests. Their rows are those of all members' query tokens, their items name the first member as
+the request (whose pages they are), as q_len the members' query tokens together, and as kv_len the
+shared keys and q_len more, so that a causal mask hides nothing. Members' strips begin behind the
+shared keys. Every strip of such a group and of its members has parts: one in one item has its only part
+at row `partial_rows of cuts` + (requests: 0, groups: tokens x query heads) + kv_head x tokens x
+group_size + (q_begin x group_size + row_begin). Each strip, in the order of the line, has a `Shared`
+in the place of `Merge`s; an item's `merge` is -1, as no strip can be merged for itself.
+
 **The buffer.** A plan is one int32 buffer, sized by `Layout(spec)` from capacities alone, so that a
 captured CUDA graph can hold it while lengths change. Sections, each at a multiple of 32 words:
 
-    header  [8]                  merges in use, items in use, CTAs in use, strips, 0, 0, 0, 0
+    header  [8]                  merges in use, items in use, CTAs in use, strips, strips of requests
+                                 (where prefixes are shared, else 0), 0, 0, 0
     ctas    [num_ctas, 2]        first item, number of items (0: idle)
     merges  [merge_capacity, 8]  `Merge`; those from header[0] on are undefined
     items   [item_capacity, 12]  `Item`; those outside all CTAs' runs are undefined
@@ -52,10 +65,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from rooftile.planning.split_strips import Strip, strips
 from rooftile.types import SplitSpec
 
 HEADER_WORDS = 8
 CTA_WORDS = 2
+MOST_SHARING = 2048  # requests and groups, where prefixes are shared
 ALIGNMENT = 32  # words: sections begin at cache lines
 
 
@@ -89,15 +104,32 @@ class Merge(NamedTuple):
     q_begin: int
 
 
+class Shared(NamedTuple):
+    """What is to be merged of a strip where requests share prefixes, as 8 words of the buffer.
+
+    Of a group's strip: its own parts, from which its members' rows take theirs.
+    """
+
+    prefix: int  # index of its group's first query tile with the same kv head; -1: none
+    kv_head: int
+    group_row: int  # which packed row of the group its first row is; of a group's strip row_begin
+    rows: int
+    partial_row: int  # of the first part, -1 where there is none
+    parts: int  # 0: its only item writes the output
+    tile_rows: int  # of its group's strips
+    q_begin: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """ctas: (first index of items, number). items: `None` where an index is not used."""
 
     ctas: list[tuple[int, int]]
     items: list[Item | None]
-    merges: list[Merge]
+    merges: list[Merge] | list[Shared]
     ctas_used: int
     strips: int
+    request_strips: int = 0  # where prefixes are shared
 
     def of_cta(self, cta: int) -> list[Item]:
         first, count = self.ctas[cta]
@@ -108,7 +140,8 @@ class Plan:
         layout = Layout(spec)
         words = [-1] * layout.size
         used = sum(count for _, count in self.ctas)
-        words[:HEADER_WORDS] = [len(self.merges), used, self.ctas_used, self.strips, 0, 0, 0, 0]
+        header = [len(self.merges), used, self.ctas_used, self.strips, self.request_strips]
+        words[:HEADER_WORDS] = [*header, 0, 0, 0]
         rows: list[tuple[int, Sequence[tuple[int, ...] | None]]] = [
             (layout.ctas, self.ctas),
             (layout.merges, self.merges),
@@ -139,7 +172,9 @@ class Layout:
         spec = self.spec
         largest, requests = spec.tile_rows[-1], min(spec.batch, spec.tokens)
         of_one = -(-spec.max_q_len * spec.group_size // largest)
-        return min(requests + spec.tokens * spec.group_size // largest, requests * of_one)
+        of_all = spec.tokens * spec.group_size // largest
+        of_groups = min(spec.groups, spec.tokens) + of_all if spec.groups else 0
+        return min(requests + of_all, requests * of_one) + of_groups
 
     @property
     def entries(self) -> int:
@@ -153,6 +188,8 @@ class Layout:
     @property
     def merge_capacity(self) -> int:
         strips = self.query_tiles * self.spec.num_kv_heads
+        if self.spec.groups:
+            return strips
         if self.spec.piece:
             return strips if self.max_pieces > 1 else 0
         return min(self.spec.num_ctas - 1, strips)
@@ -160,6 +197,13 @@ class Layout:
     @property
     def partial_rows(self) -> int:
         """Rows of the partial buffers."""
+        spec = self.spec
+        only_parts = 2 * spec.tokens * spec.group_size * spec.num_kv_heads if spec.groups else 0
+        return self.cut_rows + only_parts
+
+    @property
+    def cut_rows(self) -> int:
+        """Those of strips that are cut."""
         spec = self.spec
         if spec.piece:
             parts = self.entries * spec.num_kv_heads if self.max_pieces > 1 else 0
@@ -188,77 +232,22 @@ def _aligned(words: int) -> int:
     return -(-words // ALIGNMENT) * ALIGNMENT
 
 
-class Strip(NamedTuple):
-    """A strip, or a fixed piece of one."""
-
-    request: int
-    kv_head: int
-    query_tile: int
-    piece: int  # counted from the request's first
-    pieces: int  # that the whole strip has
-    row_begin: int
-    row_end: int
-    tile_rows: int
-    tile_cost: int
-    kv_begin: int
-    kv_end: int
-    cost: int
-
-
-def strips(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Strip]:
-    """All strips in the order of the line."""
-    line = []
-    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        rows = q_len * spec.group_size
-        size = next((i for i, n in enumerate(spec.tile_rows) if n >= rows), len(spec.tile_rows) - 1)
-        tile, tile_cost = spec.tile_rows[size], spec.tile_cost[size]
-        pieces, first_piece = 1, 0
-        if spec.piece:
-            first_key = min(max(kv_len - q_len - spec.left, 0), kv_len) if spec.left >= 0 else 0
-            first_piece = first_key // (spec.kv_tile * spec.piece)
-            pieces = max(1, -(-kv_len // (spec.kv_tile * spec.piece)) - first_piece)
-        for kv_head in range(spec.num_kv_heads):
-            for query_tile in range(-(-rows // tile)):
-                row_begin = query_tile * tile
-                row_end = min(row_begin + tile, rows)
-                begin, end = visible_tiles(spec, q_len, kv_len, row_begin, row_end)
-                for piece in range(pieces):
-                    a, b = begin, end
-                    if spec.piece:
-                        a = max(a, (first_piece + piece) * spec.piece)
-                        b = min(b, (first_piece + piece + 1) * spec.piece)
-                    a, b = (a, b) if a < b else (0, 0)
-                    cost = spec.item_cost + (b - a) * tile_cost
-                    line.append(
-                        Strip(request, kv_head, query_tile, piece, pieces, row_begin, row_end, tile,
-                              tile_cost, a, b, cost)
-                    )  # fmt: skip
-    return line
-
-
-def visible_tiles(
-    spec: SplitSpec, q_len: int, kv_len: int, row_begin: int, row_end: int
-) -> tuple[int, int]:
-    """The KV tiles that packed rows row_begin .. row_end - 1 need; (0, 0) for none."""
-    offset = kv_len - q_len
-    first, end = 0, kv_len
-    if spec.left >= 0:
-        first = max(0, offset + row_begin // spec.group_size - spec.left)
-    if spec.right >= 0:
-        end = min(kv_len, offset + (row_end - 1) // spec.group_size + spec.right + 1)
-    if end <= first:
-        return 0, 0
-    return first // spec.kv_tile, -(-end // spec.kv_tile)
-
-
-def plan(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Plan:
+def plan(
+    spec: SplitSpec,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    first: Sequence[int] = (),
+    shared: Sequence[int] = (),
+) -> Plan:
     """The plan of one batch. Requests with q_len 0 have no items.
+
+    first [groups + 1], shared [groups]: requests and keys of prefixes, as in `types.PrefixGroups`.
 
     Raises:
         ValueError: lengths beyond the spec's capacities.
     """
-    _check(spec, q_lens, kv_lens)
-    line = strips(spec, q_lens, kv_lens)
+    _check(spec, q_lens, kv_lens, shared)
+    line = strips(spec, q_lens, kv_lens, first, shared)
     total = sum(strip.cost for strip in line)
     least = spec.item_cost + spec.min_piece * spec.tile_cost[0]
     used = min(spec.num_ctas, max(1, total // least))
@@ -268,35 +257,71 @@ def plan(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Plan
     ctas: list[tuple[int, int]] = []
     items: list[Item | None] = [None] * (len(line) + spec.num_ctas)
     merges: list[Merge] = []
+    parts: dict[int, list[int]] = {}  # strip: rows of its parts
     slots = 0
-    q_begins = [sum(q_lens[:request]) for request in range(len(q_lens))]
     for cta in range(spec.num_ctas):
-        (first, inside), (last, rest) = cuts[cta], cuts[cta + 1]
+        (begins, inside), (last, rest) = cuts[cta], cuts[cta + 1]
         end = last + (rest > 0)
         # The cuts at both ends may be the same: then there is nothing between them.
-        ctas.append((first + cta, end - first if (first, inside) < (last, rest) else 0))
-        for index in range(first, first + ctas[-1][1]):
+        ctas.append((begins + cta, end - begins if (begins, inside) < (last, rest) else 0))
+        for index in range(begins, begins + ctas[-1][1]):
             strip = line[index]
-            begin = strip.kv_begin + (inside if index == first else 0)
+            begin = strip.kv_begin + (inside if index == begins else 0)
             stop = strip.kv_begin + rest if index == last else strip.kv_end
             partial_row, merge = -1, -1
-            split = (begin, stop) != (strip.kv_begin, strip.kv_end)
-            if split or strip.pieces > 1:
+            if (begin, stop) != (strip.kv_begin, strip.kv_end) or strip.pieces > 1:
                 partial_row = slots * spec.tile_rows[-1]
                 slots += 1
-                if strip.piece == 0 and begin == strip.kv_begin:
-                    merges.append(
-                        Merge(0, strip.kv_head, strip.row_begin, strip.row_end,
-                              partial_row, 0, spec.tile_rows[-1], q_begins[strip.request])
-                    )  # fmt: skip
-                merge = len(merges) - 1
-                merges[merge] = merges[merge]._replace(parts=merges[merge].parts + 1)
+                if not spec.groups:
+                    if strip.piece == 0 and begin == strip.kv_begin:
+                        merges.append(
+                            Merge(0, strip.kv_head, strip.row_begin, strip.row_end, partial_row, 0,
+                                  spec.tile_rows[-1], strip.queries.q_begin)
+                        )  # fmt: skip
+                    merge = len(merges) - 1
+                    merges[merge] = merges[merge]._replace(parts=merges[merge].parts + 1)
+            elif strip.queries.group >= 0:
+                partial_row = _only_part(spec, strip)
+            if partial_row >= 0:
+                parts.setdefault(index, []).append(partial_row)
             items[index + cta] = Item(
                 strip.request, strip.kv_head, strip.row_begin, strip.row_end, strip.tile_rows,
-                begin, stop, partial_row, merge, q_begins[strip.request], q_lens[strip.request],
-                kv_lens[strip.request],
+                begin, stop, partial_row, merge, strip.queries.q_begin, strip.queries.q_len,
+                strip.queries.kv_len,
             )  # fmt: skip
-    return Plan(ctas, items, merges, used, len(line))
+    if not spec.groups:
+        return Plan(ctas, items, merges, used, len(line))
+    requests = sum(not strip.queries.shared for strip in line)
+    return Plan(ctas, items, _shared(spec, line, parts), used, len(line), requests)
+
+
+def _only_part(spec: SplitSpec, strip: Strip) -> int:
+    """Where the only part of a strip lies: every row has a place of its own, kept by its head."""
+    heads = spec.num_kv_heads * (strip.queries.shared > 0) + strip.kv_head
+    row = strip.queries.q_begin * spec.group_size + strip.row_begin
+    return Layout(spec).cut_rows + heads * spec.tokens * spec.group_size + row
+
+
+def _shared(spec: SplitSpec, line: list[Strip], parts: dict[int, list[int]]) -> list[Shared]:
+    prefixes = {
+        (strip.queries.group, strip.kv_head): index
+        for index, strip in enumerate(line)
+        if strip.queries.shared and not strip.query_tile
+    }
+    found = []
+    for index, strip in enumerate(line):
+        prefix, group_row, tile_rows = -1, strip.row_begin, strip.tile_rows
+        if strip.queries.skipped:
+            prefix = prefixes[strip.queries.group, strip.kv_head]
+            tile_rows = line[prefix].tile_rows
+            before = strip.queries.q_begin - line[prefix].queries.q_begin
+            group_row = before * spec.group_size
+        rows = parts.get(index, [])
+        found.append(
+            Shared(prefix, strip.kv_head, group_row, strip.row_end - strip.row_begin,
+                   rows[0] if rows else -1, len(rows), tile_rows, strip.queries.q_begin)
+        )  # fmt: skip
+    return found
 
 
 def _cuts(spec: SplitSpec, line: list[Strip], total: int, used: int) -> list[tuple[int, int]]:
@@ -326,12 +351,15 @@ def _cut(spec: SplitSpec, index: int, strip: Strip, offset: int) -> tuple[int, i
     return (index, tile) if tiles - tile >= spec.min_piece else (index + 1, 0)
 
 
-def _check(spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+def _check(
+    spec: SplitSpec, q_lens: Sequence[int], kv_lens: Sequence[int], shared: Sequence[int]
+) -> None:
     for name, value, most, remedy in (
         ("requests", len(q_lens), spec.batch, "batch"),
         ("query tokens", sum(q_lens), spec.tokens, "tokens"),
         ("query tokens of one request", max(q_lens, default=0), spec.max_q_len, "max_q_len"),
         ("keys of one request", max(kv_lens, default=0), spec.max_kv_len, "max_kv_len"),
+        ("groups of requests", len(shared), spec.groups, "groups"),
     ):
         if value > most:
             raise ValueError(

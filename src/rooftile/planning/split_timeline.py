@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftile.planning.split_kv import Strip, plan, strips
+from rooftile.planning.split_kv import plan
+from rooftile.planning.split_strips import Strip, strips
 from rooftile.types import SplitSpec
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rooftile.bench.ops.paged import GROUPS, PLAN_SUITE, SUITE, inputs, make
 from rooftile.bench.ops.suite import WrongResult
-from rooftile.ops.paged import plan_paged_attention
 from rooftile.planning.decode_case import decode_case
 
 CPU = torch.device("cpu")
@@ -62,13 +61,12 @@ def test_the_dense_peer_computes_the_same_and_others_say_why_not() -> None:
         make("b2 70 h4/2 d16", CPU, torch.float32, None, ["fa9"])
 
 
-def test_shared_keys_lie_in_the_same_pages_and_are_attended_once() -> None:
+def test_shared_keys_lie_in_the_same_pages() -> None:
     case = "b70 76 shared64 h4/2 d16 page8"
     made = inputs(decode_case(case), CPU, torch.bfloat16)
     assert bool((made.batch.page_table[:, :8] == made.batch.page_table[0, :8]).all())
-    plan = plan_paged_attention(*made.tensors)
-    assert plan.cascade is not None
-    assert plan.cascade.prefix.kv_lens.tolist() == [64]
+    assert made.batch.prefix is not None
+    assert made.batch.prefix.lens.tolist() == [64]
     problem = make(case, CPU, torch.bfloat16, ["reference"], ["unshared"])
     assert problem.check(problem.kernels["reference"]()) < 0.01
     assert problem.check(problem.peers["unshared"]()) < 0.01
@@ -78,3 +76,12 @@ def test_a_latent_pool_holds_each_key_once() -> None:
     made = inputs(decode_case("b2 40 h4/1 d576/512 page8"), CPU, torch.bfloat16)
     assert made.k_pages.data_ptr() == made.v_pages.data_ptr()
     assert made.v_pages.shape[-1] == 512
+
+
+def test_plans_are_made_on_a_cpu_too() -> None:
+    problem = PLAN_SUITE.make("b3 loguniform64..900 h4/2 d16", CPU, torch.float32, None, [])
+    words = problem.kernels["reference"]()
+    assert problem.check(words) == 0.0
+    words[0] += 1
+    with pytest.raises(WrongResult, match=r"not that of planning.split_kv"):
+        problem.check(words)

@@ -23,7 +23,9 @@ from rooftile.ops.paged import (
 )
 from rooftile.ops.split_kv import SPLIT_KV, SplitCall
 from rooftile.planning.decode_case import DecodeCase, decode_case
+from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import Work
+from rooftile.planning.split_cost import split_spec
 from rooftile.planning.split_kv import Layout, plan
 from rooftile.types import AttentionPlan, PagedBatch, PrefixGroups, SplitSpec
 
@@ -268,16 +270,18 @@ def make_plan(
     kernels: Sequence[str] | None,
     peers: Sequence[str],
 ) -> Problem:
-    """Making the plan of a case, as the family that would run the case wants it."""
+    """Making the plan of a case, as the family that would run the case wants it.
+
+    Kernels of a CPU follow no plan; there the plan of an H200 is made, by the specification.
+    """
     case = decode_case(name)
     made = inputs(case, device, dtype)
     window = {name: made.options[name] for name in ("window",) if name in made.options}
-    planned = plan_paged_attention(*made.tensors, **window).split
-    if planned is None:
-        raise ValueError(f"case {name!r}: the kernel that runs it on {device} follows no plan")
-    split: SplitSpec = planned
-    expected = plan(split, case.q_lens, case.kv_lens).words(split)
-    lengths = made.batch.cu_seqlens_q, made.batch.kv_lens
+    split: SplitSpec = plan_paged_attention(*made.tensors, **window).split or split_spec(case, H200)
+    batch, prefix = made.batch, made.batch.prefix if split.groups else None
+    shared = (None, None) if prefix is None else (prefix.first, prefix.lens)
+    on_host = [x.tolist() for x in shared if x is not None]
+    expected = plan(split, case.q_lens, case.kv_lens, *on_host).words(split)
 
     def check(words: Tensor) -> float:
         got, layout = words.tolist(), Layout(split)
@@ -288,18 +292,22 @@ def make_plan(
 
     def run(family: str) -> Run:
         SPLIT_KV.choose(SplitCall(device.type), family)
-        return lambda: SPLIT_KV.handle(*lengths, split.numbers, family)
+        lengths = batch.cu_seqlens_q, batch.kv_lens
+        return lambda: SPLIT_KV.handle(*lengths, split.numbers, *shared, family)
 
     if peers:
         raise ValueError("nobody else makes these plans; leave --peers out")
     work = Work(0.0, 4.0 * (4 * len(case.kv_lens) + len(expected)))
-    runs = {family: run(family) for family in kernels or ("triton",)}
+    runs = {
+        family: run(family)
+        for family in families_of(SPLIT_KV, SplitCall(device.type), device, kernels)
+    }
     return Problem(case.name, work, runs, {}, {}, check)
 
 
 PLAN_SUITE = Suite(
     "split_kv",
-    {"forward": (*GROUPS["forward"], *GROUPS["prefill"])},
+    {"forward": (*GROUPS["forward"], *GROUPS["prefix"], *GROUPS["prefill"])},
     gpu=("forward",),
     cpu=("forward",),
     peers=(),

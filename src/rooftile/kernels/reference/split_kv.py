@@ -14,9 +14,12 @@ def split_kv(
     cu_seqlens_q: Tensor,  # [batch + 1]
     kv_lens: Tensor,  # [batch]
     split: list[int],
+    first: Tensor | None = None,  # [groups + 1]
+    shared: Tensor | None = None,  # [groups]
 ) -> Tensor:
     spec = SplitSpec.from_numbers(split)
-    words = plan(spec, cu_seqlens_q.diff().tolist(), kv_lens.tolist()).words(spec)
+    prefixes = [() if x is None else x.tolist() for x in (first, shared)]
+    words = plan(spec, cu_seqlens_q.diff().tolist(), kv_lens.tolist(), *prefixes).words(spec)
     return torch.tensor(words, dtype=torch.int32, device=kv_lens.device)
 
 

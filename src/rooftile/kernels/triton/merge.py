@@ -16,14 +16,18 @@ from rooftile.kernels.triton.split_kv import MERGE_WORDS
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
 
+MOST_MERGES = 4096  # programs for each row of a strip
+
 
 @triton.jit
 def _merge_row(
-    outs,  # first part of the row
-    lses,
-    out_stride,  # from part to part
-    lse_stride,
+    outs,  # [rows, dim]
+    lses,  # [rows]
+    first,  # row of the first part
     parts,
+    second,  # row of the first part of a further list
+    others,  # parts of it
+    stride,  # rows from part to part
     sink,  # its logit, -inf for none
     dim,
     part_block: tl.constexpr,
@@ -34,13 +38,13 @@ def _merge_row(
     maximum = tl.maximum(sink, -1.0e30)
     total = tl.exp(sink - maximum)
     o = tl.zeros([dim_tile], tl.float32)
-    for start in range(0, parts, part_block):
+    for start in range(0, parts + others, part_block):
         part = start + tl.arange(0, part_block)
-        present = part < parts
-        at = part.to(tl.int64)
-        lse = tl.load(lses + at * lse_stride, mask=present, other=float("-inf")).to(tl.float32)
+        present = part < parts + others
+        row = tl.where(part < parts, first, second - parts * stride) + part.to(tl.int64) * stride
+        lse = tl.load(lses + row, mask=present, other=float("-inf")).to(tl.float32)
         mask = (present & (lse > float("-inf")))[:, None] & (column < dim)[None, :]
-        values = tl.load(outs + at[:, None] * out_stride + column[None, :], mask=mask, other=0.0)
+        values = tl.load(outs + row[:, None] * dim + column[None, :], mask=mask, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(lse, 0))
         weights = tl.exp(lse - new_maximum)
         alpha = tl.exp(maximum - new_maximum)
@@ -77,13 +81,12 @@ def merge_parts_kernel(
             token = tl.load(words + 7) + row // group_size
             head = tl.load(words + 1) * group_size + row % group_size
             first = (tl.load(words + 4) + row_in_tile).to(tl.int64)
-            stride = tl.load(words + 6).to(tl.int64)
             logit = float("-inf")
             if has_sink:
                 logit = tl.load(sink + head)
             o, log_sum = _merge_row(
-                partial_out + first * dim, partial_lse + first, stride * dim, stride,
-                tl.load(words + 5), logit, dim, part_block, dim_tile,
+                partial_out, partial_lse, first, tl.load(words + 5), first, 0,
+                tl.load(words + 6).to(tl.int64), logit, dim, part_block, dim_tile,
             )  # fmt: skip
             at = token.to(tl.int64) * num_heads + head
             tl.store(out + at * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
@@ -123,6 +126,88 @@ def merge_parts(
     )
 
 
+@triton.jit(do_not_specialize=["merges_at"])
+def merge_shared_kernel(
+    plan,
+    merges_at,
+    partial_out,  # [rows, dim]
+    partial_lse,  # [rows]
+    sink,
+    out,  # [tokens, heads, dim]
+    lse,  # [tokens, heads]
+    group_size,
+    num_heads,
+    dim,
+    has_sink: tl.constexpr,
+    row_stride: tl.constexpr,
+    part_block: tl.constexpr,
+    dim_tile: tl.constexpr,
+):
+    """Program (strip of a request, row of it), strips beyond the grid in further turns."""
+    row = tl.program_id(1)
+    column = tl.arange(0, dim_tile)
+    for index in range(tl.program_id(0), tl.load(plan + 4), tl.num_programs(0)):
+        words = plan + merges_at + index * MERGE_WORDS
+        prefix = tl.load(words)
+        head = tl.load(words + 1) * group_size + row % group_size
+        group_row = tl.load(words + 2) + row
+        rows = tl.load(words + 3)
+        first = (tl.load(words + 4) + row).to(tl.int64)
+        parts = tl.load(words + 5)
+        tile_rows = tl.load(words + 6)
+        token = tl.load(words + 7) + row // group_size
+        if (row < rows) & (parts > 0):
+            shared = plan + merges_at + (prefix + group_row // tile_rows) * MERGE_WORDS
+            second = tl.load(shared + 4, mask=prefix >= 0, other=0) + group_row % tile_rows
+            others = tl.load(shared + 5, mask=prefix >= 0, other=0)
+            logit = float("-inf")
+            if has_sink:
+                logit = tl.load(sink + head)
+            stride = tl.full([], row_stride, tl.int64)
+            o, log_sum = _merge_row(
+                partial_out, partial_lse, first, parts, second.to(tl.int64), others, stride, logit,
+                dim, part_block, dim_tile,
+            )  # fmt: skip
+            at = token.to(tl.int64) * num_heads + head
+            tl.store(out + at * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
+            tl.store(lse + at, log_sum)
+
+
+def merge_shared(
+    plan: Tensor,
+    spec: SplitSpec,
+    partial_out: Tensor,  # [partial_rows, v_dim] float32
+    partial_lse: Tensor,  # [partial_rows] float32
+    sink: Tensor | None,  # [num_q_heads] float32
+    out: Tensor,  # [tokens, num_q_heads, v_dim]
+    lse: Tensor,  # [tokens, num_q_heads]
+) -> None:
+    """Parts of requests and of the prefixes that they share, in order, into the output."""
+    layout = Layout(spec)
+    rows = spec.max_q_len * spec.group_size
+    strips = min(spec.batch, spec.tokens) * spec.num_kv_heads
+    if rows == 0 or strips == 0:
+        return
+    dim = out.shape[-1]
+    merge_shared_kernel[(min(strips, MOST_MERGES), rows)](
+        plan,
+        layout.merges,
+        partial_out,
+        partial_lse,
+        lse if sink is None else sink,
+        out,
+        lse,
+        spec.group_size,
+        out.shape[1],
+        dim,
+        has_sink=sink is not None,
+        row_stride=spec.tile_rows[-1],
+        part_block=16,
+        dim_tile=max(16, triton.next_power_of_2(dim)),
+        num_warps=2,
+    )
+
+
 @triton.jit(do_not_specialize=["parts", "rows"])
 def merge_states_kernel(
     outs,  # [n, rows, dim]
@@ -138,9 +223,8 @@ def merge_states_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, dim_tile)
     o, log_sum = _merge_row(
-        outs + row * dim, lses + row, rows.to(tl.int64) * dim, rows, parts, float("-inf"), dim,
-        part_block, dim_tile,
-    )  # fmt: skip
+        outs, lses, row, parts, row, 0, rows.to(tl.int64), float("-inf"), dim, part_block, dim_tile
+    )
     tl.store(out + row * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
     tl.store(lse + row, log_sum)
 

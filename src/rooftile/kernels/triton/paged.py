@@ -20,10 +20,10 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.append import append_kv, append_supports
 from rooftile.kernels.triton.interpreter import INTERPRETED
-from rooftile.kernels.triton.merge import merge_parts
+from rooftile.kernels.triton.merge import merge_parts, merge_shared
 from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.triton.split_kv import ITEM_WORDS, largest_power, split_kv
-from rooftile.planning.split_cost import ITEM_CLOCKS, tile_clocks
+from rooftile.planning.split_cost import ITEM_CLOCKS, LEAST_SAVED, tile_clocks
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
 
@@ -451,10 +451,13 @@ def config_of(k_dim: int, v_dim: int, itemsize: int, most_rows: int) -> Config:
     return Config(tile_rows, 64, 8 if large == 128 else 4, 2 if k_dim + v_dim > 256 else 3, 1)
 
 
-def split_of(call: Any, batch: int, tokens: int, max_q_len: int, max_kv_len: int) -> SplitSpec:
+def split_of(
+    call: Any, batch: int, tokens: int, max_q_len: int, max_kv_len: int, groups: int = 0
+) -> SplitSpec:
     group_size = call.num_q_heads // call.num_kv_heads
     kv_dtype = call.kv_dtype or call.dtype
-    config = config_of(call.k_dim, call.v_dim, call.dtype.itemsize, max_q_len * group_size)
+    most_rows = (tokens if groups else max_q_len) * group_size  # of a group, or of one request
+    config = config_of(call.k_dim, call.v_dim, call.dtype.itemsize, most_rows)
     dims = call.k_dim + call.v_dim
     return SplitSpec(
         batch=batch,
@@ -474,6 +477,8 @@ def split_of(call: Any, batch: int, tokens: int, max_q_len: int, max_kv_len: int
         num_ctas=_units() * config.ctas_per_unit,
         min_piece=2,
         piece=PIECE_TOKENS // config.block if call.batch_invariant else 0,
+        groups=groups,
+        least_saved=LEAST_SAVED if groups else 0,
     )
 
 
@@ -537,7 +542,8 @@ def paged_attention(
     else:
         spec = SplitSpec.from_numbers(split)
     layout = Layout(spec)
-    config = config_of(k_dim, v_dim, q.dtype.itemsize, max_q_len * spec.group_size)
+    most_rows = (tokens if spec.groups else max_q_len) * spec.group_size
+    config = config_of(k_dim, v_dim, q.dtype.itemsize, most_rows)
     partial_out = q.new_empty(layout.partial_rows, v_dim, dtype=torch.float32)
     partial_lse = q.new_empty(layout.partial_rows, dtype=torch.float32)
     main_dim = max(16, largest_power(k_dim))
@@ -600,7 +606,8 @@ def paged_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        merge_parts(plan, spec, partial_out, partial_lse, sink, out, lse)
+        merge = merge_shared if spec.groups else merge_parts
+        merge(plan, spec, partial_out, partial_lse, sink, out, lse)
     return out, lse
 
 

@@ -395,6 +395,8 @@ def split_kv(
     cu_seqlens_q: Tensor,  # [batch + 1]
     kv_lens: Tensor,  # [batch]
     split: list[int],
+    first: Tensor | None = None,  # [groups + 1]
+    shared: Tensor | None = None,  # [groups]
 ) -> Tensor:
     spec = SplitSpec.from_numbers(split)
     layout = Layout(spec)
@@ -403,8 +405,8 @@ def split_kv(
     cta_block = max(HEADER_WORDS, triton.next_power_of_2(spec.num_ctas + 1))
     most_rows = spec.max_q_len * spec.group_size
     one_tile = not spec.piece and most_rows <= spec.tile_rows[-1]
-    if one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4:
-        _split_single(cu_seqlens_q, kv_lens, plan, spec, layout, cta_block)
+    if spec.groups or (one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4):
+        _split_single(cu_seqlens_q, kv_lens, first, shared, plan, spec, layout, cta_block)
         return plan
     scratch_size = layout.entries + 1 + 3 * (batch + 1) + 6 * (spec.num_ctas + 2)
     programs = min(MOST_PROGRAMS, triton.cdiv(layout.item_capacity, BLOCK))
@@ -444,6 +446,8 @@ def split_kv(
 def _split_single(
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
+    first: Tensor | None,
+    shared: Tensor | None,
     plan: Tensor,
     spec: SplitSpec,
     layout: Layout,
@@ -451,12 +455,16 @@ def _split_single(
 ) -> None:
     costs = [*spec.tile_cost, 0, 0, 0][:4]
     programs = max(1, min(MOST_SINGLE_PROGRAMS, triton.cdiv(layout.item_capacity, SINGLE_BLOCK)))
+    batch = kv_lens.shape[0]
     with torch.cuda.device(kv_lens.device) if kv_lens.is_cuda else torch.no_grad():
-        split_kv_single_kernel[(programs,)](
+        split_kv_single_kernel[(programs + 1,)](
             cu_seqlens_q.contiguous(),
             kv_lens.contiguous(),
+            cu_seqlens_q if first is None else first.contiguous(),
+            kv_lens if shared is None else shared.contiguous(),
             plan,
-            kv_lens.shape[0],
+            batch,
+            spec.groups,
             layout.ctas,
             layout.merges,
             layout.items,
@@ -467,11 +475,15 @@ def _split_single(
             spec.item_cost,
             *costs,
             spec.min_piece,
+            spec.least_saved,
+            spec.tokens,
+            layout.cut_rows,
             tile_rows=spec.tile_rows,
             cta_count=spec.num_ctas,
             cta_block=cta_block,
-            batch_block=max(2, triton.next_power_of_2(kv_lens.shape[0])),
+            lanes=max(2, triton.next_power_of_2(batch + spec.groups)),
             block=SINGLE_BLOCK,
+            shares=spec.groups > 0,
             num_warps=8,
         )
 

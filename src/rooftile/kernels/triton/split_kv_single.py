@@ -1,8 +1,12 @@
 """Plans where each request has one query tile: decoding, and speculation of a few tokens.
 
-The same plan as split_kv.py makes for every batch, in registers alone: sums over requests and over
-cuts are vectors of one program, and searches gather from them. A batch of 256 is one load, two sums,
-two searches and one store deep.
+The same plan as split_kv.py makes for every batch, by vectors of one program alone. What a cut, an
+item or a request belongs to is not searched for but counted: a histogram of where the owners begin,
+summed up, says at every place how many have begun. Lengths are loaded again where they are needed
+again (the second time from the nearest cache), which takes less than passing them on between threads.
+
+With shared prefixes the groups are more lanes after those of the requests: all query tiles of a
+group see the same keys and so cost the same, which is what this planner relies on.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,65 +19,57 @@ from rooftile.planning.split_kv import Item, Merge
 
 ITEM_WORDS = tl.constexpr(len(Item._fields))
 MERGE_WORDS = tl.constexpr(len(Merge._fields))
+STRIP_BITS = tl.constexpr(20)  # of strips in one number with clocks
+STRIP_MASK = tl.constexpr((1 << 20) - 1)
+FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def _last_at_most(sums, steps: tl.constexpr, key):
-    """The last index whose sum is at most key; sums never decrease and begin with at most key."""
-    found = key.to(tl.int32) * 0
-    step = steps
-    while step > 0:
-        value = tl.gather(sums, found + step, 0)
-        found = tl.where(value <= key, found + step, found)
-        step = step // 2
-    return found
+def _begun(begins, counted, bins: tl.constexpr):
+    """For each place 0 .. bins - 1 which of the counted began last, at it or before."""
+    at = tl.minimum(tl.maximum(begins, 0), bins - 1)
+    return tl.cumsum(tl.histogram(at, bins, mask=counted & (begins < bins)), 0) - 1
 
 
 @triton.jit
-def _later(a, b):
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("batch", "merges_at", "items_at", "group_size", "num_kv_heads", "left", "kv_shift"),
-        *("item_cost", "cost_0", "cost_1", "cost_2", "cost_3", "min_piece"),
-    ]
-)
-def split_kv_single_kernel(
-    cu_seqlens_q,  # [batch + 1]
-    kv_lens,  # [batch]
-    plan,  # int32
-    batch,
-    ctas_at,
-    merges_at,
-    items_at,
-    group_size,
-    num_kv_heads,
-    left,
-    kv_shift,  # log2 of kv_tile
-    item_cost,
-    cost_0,
-    cost_1,
-    cost_2,
-    cost_3,
-    min_piece,
-    tile_rows: tl.constexpr,
-    cta_count: tl.constexpr,
-    cta_block: tl.constexpr,  # a power of two above cta_count
-    batch_block: tl.constexpr,  # a power of two from batch on
-    block: tl.constexpr,  # items at a time
-):
-    row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
-    program = tl.program_id(0)
+@triton.jit
+def _tokens(lane, there, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift,
+            shares: tl.constexpr):  # fmt: skip
+    """Of requests and groups: the first request, q_begin, q_len, and KV tiles that a group shares."""
+    begin = lane
+    end = lane + 1
+    tiles = lane * 0
+    if shares:
+        is_group = there & (lane >= batch)
+        g = lane - batch
+        begin = tl.where(is_group, tl.load(first + g, mask=is_group, other=0).to(tl.int32), lane)
+        end = tl.where(is_group, tl.load(first + g + 1, mask=is_group, other=0).to(tl.int32), end)
+        tiles = tl.load(shared + g, mask=is_group, other=0).to(tl.int32) >> kv_shift
+        spared = (end - begin - 1).to(tl.int64) * (tiles << kv_shift)
+        tiles = tl.where(spared >= least_saved, tiles, 0)
+    q_begin = tl.load(cu_seqlens_q + begin, mask=there, other=0).to(tl.int32)
+    q_len = tl.load(cu_seqlens_q + end, mask=there, other=0).to(tl.int32) - q_begin
+    if shares:
+        q_len = tl.where(is_group & (tiles == 0), 0, q_len)
+    return begin, q_begin, q_len, tiles
 
-    # Requests: what a strip of each costs, and how many strips and costs lie before it.
-    r = tl.arange(0, batch_block)
-    exists = r < batch
-    q_begin = tl.load(cu_seqlens_q + r, mask=exists, other=0).to(tl.int32)
-    q_end = tl.load(cu_seqlens_q + r + 1, mask=exists, other=0).to(tl.int32)
-    kv_len = tl.load(kv_lens + r, mask=exists, other=0).to(tl.int32)
-    q_len = q_end - q_begin
+
+@triton.jit
+def _shape(
+    lane, there, q_len, skipped, tiles, kv_lens, batch, group_size, left, kv_shift, cost_0, cost_1,
+    cost_2, cost_3, tile_rows: tl.constexpr, shares: tl.constexpr,
+):  # fmt: skip
+    """Of strips of requests and groups: rows, tile and its cost, query tiles, keys, KV tiles."""
+    kv_len = tl.load(kv_lens + lane, mask=there & (lane < batch), other=0).to(tl.int32)
     rows = q_len * group_size
     tile = tl.zeros_like(rows) + tile_rows[0]
     cost = tl.zeros_like(rows) + cost_0
@@ -92,13 +88,84 @@ def split_kv_single_kernel(
     seen = kv_len > first_key
     kv_begin = tl.where(seen, first_key >> kv_shift, 0)
     kv_end = tl.where(seen, (kv_len + (1 << kv_shift) - 1) >> kv_shift, 0)
-    width = item_cost + (kv_end - kv_begin) * cost
-    clocks = tl.where(q_len > 0, width, 0).to(tl.int64)
-    strips = tl.where(q_len > 0, num_kv_heads, 0)
-    place_of = (tl.cumsum(clocks, 0) - clocks) * num_kv_heads
-    strip_of = tl.cumsum(strips, 0) - strips
-    total = tl.sum(clocks, 0) * num_kv_heads
-    all_strips = tl.sum(strips, 0)
+    query_tiles = tl.where(q_len > 0, 1, 0)
+    if shares:
+        of_group = lane >= batch
+        kv_begin = tl.where(of_group, 0, skipped)
+        kv_end = tl.where(of_group, tiles, kv_end)
+        kv_len = tl.where(of_group, (tiles << kv_shift) + q_len, kv_len)
+        query_tiles = tl.where(of_group, (rows + tile - 1) // tile, query_tiles)
+    return rows, tile, cost, query_tiles, kv_len, kv_begin, kv_end
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("batch", "groups", "ctas_at", "merges_at", "items_at", "group_size", "num_kv_heads"),
+        *("left", "kv_shift", "item_cost", "cost_0", "cost_1", "cost_2", "cost_3", "min_piece"),
+        *("least_saved", "tokens", "cut_rows"),
+    ]
+)
+def split_kv_single_kernel(
+    cu_seqlens_q,  # [batch + 1]
+    kv_lens,  # [batch]
+    first,  # [groups + 1], where shares
+    shared,  # [groups]
+    plan,  # int32
+    batch,
+    groups,
+    ctas_at,
+    merges_at,
+    items_at,
+    group_size,
+    num_kv_heads,
+    left,
+    kv_shift,  # log2 of kv_tile
+    item_cost,
+    cost_0,
+    cost_1,
+    cost_2,
+    cost_3,
+    min_piece,
+    least_saved,
+    tokens,  # capacity, and rows of the partial buffers for cuts
+    cut_rows,
+    tile_rows: tl.constexpr,
+    cta_count: tl.constexpr,
+    cta_block: tl.constexpr,  # a power of two above cta_count
+    lanes: tl.constexpr,  # a power of two from batch + groups on
+    block: tl.constexpr,  # items at a time
+    shares: tl.constexpr,
+):
+    """Program 0 writes what there is once, the others items."""
+    row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
+    program = tl.program_id(0)
+
+    # Requests and groups: what a strip of each costs, and how many strips and costs lie before it.
+    lane = tl.arange(0, lanes)
+    there = lane < batch
+    if shares:
+        there = lane < batch + groups
+    begin, q_begin, q_len, tiles = _tokens(
+        lane, there, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift, shares
+    )
+    skipped = tiles
+    group = lane
+    if shares:
+        group = _begun(begin, there & (lane >= batch), lanes)
+        skipped = tl.gather(tiles, tl.maximum(tl.minimum(batch + group, lanes - 1), 0), 0)
+        skipped = tl.where((lane < batch) & there, skipped, 0)
+    _rows, tile, cost, query_tiles, _kv_len, kv_begin, kv_end = _shape(
+        lane, there, q_len, skipped, tiles, kv_lens, batch, group_size, left, kv_shift, cost_0,
+        cost_1, cost_2, cost_3, tile_rows, shares,
+    )  # fmt: skip
+    of_lane = (item_cost + (kv_end - kv_begin) * cost).to(tl.int64) * query_tiles
+    packed = (of_lane << STRIP_BITS) + query_tiles
+    sums = tl.cumsum(packed, 0) - packed
+    of_all = tl.sum(packed, 0)
+    total = (of_all >> STRIP_BITS) * num_kv_heads
+    all_strips = (of_all & STRIP_MASK).to(tl.int32) * num_kv_heads
+    place_of = (sums >> STRIP_BITS) * num_kv_heads
+    strip_of = (sums & STRIP_MASK).to(tl.int32) * num_kv_heads
 
     # Cuts: where each CTA's share begins.
     used = total // (item_cost + min_piece * cost_0)
@@ -109,87 +176,173 @@ def split_kv_single_kernel(
     turn = tl.minimum(cta, used)
     place = turn * of_cta + turn * rest // used
     inside = place < total
-    at_request = _last_at_most(place_of, batch_block // 2, tl.where(inside, place, 0))
-    of_strip = tl.gather(width, at_request, 0)
-    offset = place - tl.gather(place_of, at_request, 0)
-    head = (offset.to(tl.float32) / of_strip.to(tl.float32)).to(tl.int32)
-    left_over = offset - head.to(tl.int64) * of_strip
-    head += tl.where(left_over >= of_strip, 1, 0) - tl.where(left_over < 0, 1, 0)
-    into = tl.where(inside, offset - head.to(tl.int64) * of_strip, 0).to(tl.int32)
-    strip = tl.gather(strip_of, at_request, 0) + head
-    tiles = tl.gather(kv_end - kv_begin, at_request, 0)
-    tile_clocks = tl.gather(cost, at_request, 0)
-    at = (tl.maximum(into - item_cost, 0) + tile_clocks // 2) // tile_clocks
-    at = tl.where(at < min_piece, 0, tl.where(tiles - at >= min_piece, at, -1))
-    at = tl.where(tiles < 2 * min_piece, tl.where(2 * into < of_strip, 0, -1), at)
+    # The first cut at or after the beginning of each lane: near its share of the whole.
+    near = place_of.to(tl.float32) / tl.maximum(total, 1).to(tl.float32) * used
+    near = tl.maximum(near.to(tl.int32) - 1, 0)
+    wanted = place_of * used
+    reached = near.to(tl.int64) * total
+    by = near
+    for _ in tl.static_range(4):
+        by += tl.where(reached < wanted, 1, 0)
+        reached += total
+    at_lane = _begun(by, place_of < total, cta_block)
+    at_lane = tl.where(inside, at_lane, 0)
+    before = tl.gather(sums, at_lane, 0)
+    offset = place - (before >> STRIP_BITS) * num_kv_heads
+    _begin, cut_q_begin, cut_q_len, cut_tiles = _tokens(
+        at_lane, inside, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift, shares
+    )
+    cut_skipped = cut_tiles
+    if shares:
+        cut_skipped = tl.gather(skipped, at_lane, 0)
+    rows_there, _tile, cut_cost, _query_tiles, _kv_len, cut_begin, cut_end = _shape(
+        at_lane, inside, cut_q_len, cut_skipped, cut_tiles, kv_lens, batch, group_size, left,
+        kv_shift, cost_0, cost_1, cost_2, cost_3, tile_rows, shares,
+    )  # fmt: skip
+    tiles_there = cut_end - cut_begin
+    width = item_cost + tiles_there * cut_cost
+    into_lane = (offset.to(tl.float32) / width.to(tl.float32)).to(tl.int32)
+    over = offset - into_lane.to(tl.int64) * width
+    into_lane += tl.where(over >= width, 1, 0) - tl.where(over < 0, 1, 0)
+    into = tl.where(inside, offset - into_lane.to(tl.int64) * width, 0).to(tl.int32)
+    strip = (before & STRIP_MASK).to(tl.int32) * num_kv_heads + into_lane
+    at = (tl.maximum(into - item_cost, 0) + cut_cost // 2) // cut_cost
+    at = tl.where(at < min_piece, 0, tl.where(tiles_there - at >= min_piece, at, -1))
+    at = tl.where(tiles_there < 2 * min_piece, tl.where(2 * into < width, 0, -1), at)
     strip = tl.where(inside, strip + tl.where(at < 0, 1, 0), all_strips)
     at = tl.where(inside, tl.maximum(at, 0), 0)
+    cut = (strip.to(tl.int64) << 32) + at
 
     # Parts and merges: numbered by the cuts inside of strips.
-    before = tl.maximum(cta - 1, 0)
-    last_strip = tl.gather(strip, before, 0)
-    last_at = tl.gather(at, before, 0)
-    after = tl.minimum(cta + 1, cta_count)
-    next_strip = tl.gather(strip, after, 0)
-    next_at = tl.gather(at, after, 0)
-    new = (at > 0) & ((strip != last_strip) | (at != last_at))
-    opens = new & ((strip != last_strip) | (last_at == 0))
-    slots = tl.cumsum(new.to(tl.int32) + opens.to(tl.int32), 0)
-    merges = tl.cumsum(opens.to(tl.int32), 0)
-    some = (strip < next_strip) | (at < next_at)
-    some = some & (cta < cta_count)
-    count = tl.where(some, next_strip - strip + tl.where(next_at > 0, 1, 0), 0)
-    index_of = tl.where(cta < cta_count, strip + cta, 2**30)
+    last = tl.gather(cut, tl.maximum(cta - 1, 0), 0)
+    new = (at > 0) & (cut != last)
+    opens = new & ((strip != (last >> 32)) | (last.to(tl.int32) == 0))
+    parts_opened = (new.to(tl.int32) + opens.to(tl.int32)) * 65536 + opens.to(tl.int32)
+    numbers = tl.cumsum(parts_opened, 0)
+    slots = numbers // 65536
+    next_strip = strip
+    next_at = at
+    closing = slots
+    if shares or program == 0:
+        following = tl.gather(cut, tl.minimum(cta + 1, cta_count), 0)
+        next_strip = (following >> 32).to(tl.int32)
+        next_at = following.to(tl.int32)
+    closes = (at > 0) & ((next_strip != strip) | (next_at == 0))
+    if shares:
+        # The last cut inside of a strip knows how many parts the strip has.
+        closing = tl.associative_scan(tl.where(closes, slots, FAR), 0, _smaller, reverse=True)
+
     if program == 0:
         is_cta = cta < cta_count
-        tl.store(plan + ctas_at + cta * 2, index_of, mask=is_cta)
+        some = is_cta & ((strip < next_strip) | (at < next_at))
+        count = tl.where(some, next_strip - strip + tl.where(next_at > 0, 1, 0), 0)
+        tl.store(plan + ctas_at + cta * 2, strip + cta, mask=is_cta)
         tl.store(plan + ctas_at + cta * 2 + 1, count, mask=is_cta)
-        word = tl.where(cta == 0, tl.sum(opens.to(tl.int32), 0), tl.sum(count, 0))
+        merges = tl.sum(opens.to(tl.int32), 0)
+        of_requests = 0
+        if shares:
+            merges = all_strips
+            of_requests = tl.sum(tl.where(lane < batch, query_tiles, 0), 0) * num_kv_heads
+        word = tl.where(cta == 0, merges, tl.sum(count, 0))
         word = tl.where(cta < 2, word, tl.where(cta == 2, used, all_strips))
-        tl.store(plan + cta, tl.where(cta < 4, word, 0), mask=cta < 8)
-        # The last cut inside of a strip knows how many parts the strip has.
-        closes = (at > 0) & ((next_strip != strip) | (next_at == 0))
-        opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _later)
-        words = plan + merges_at + (merges - 1) * MERGE_WORDS
-        strip_head = strip - tl.gather(strip_of, at_request, 0)
-        tl.store(words, 0, mask=closes)
-        tl.store(words + 1, strip_head, mask=closes)
-        tl.store(words + 2, 0, mask=closes)
-        tl.store(words + 3, tl.gather(rows, at_request, 0), mask=closes)
-        tl.store(words + 4, opened * row_stride, mask=closes)
-        tl.store(words + 5, slots - opened, mask=closes)
-        tl.store(words + 6, row_stride, mask=closes)
-        tl.store(words + 7, tl.gather(q_begin, at_request, 0), mask=closes)
+        word = tl.where(cta < 4, word, tl.where(cta == 4, of_requests, 0))
+        tl.store(plan + cta, word, mask=cta < 8)
+        if not shares:
+            opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _larger)
+            words = plan + merges_at + (numbers % 65536 - 1) * MERGE_WORDS
+            tl.store(words, 0, mask=closes)
+            tl.store(words + 1, into_lane, mask=closes)
+            tl.store(words + 2, 0, mask=closes)
+            tl.store(words + 3, rows_there, mask=closes)
+            tl.store(words + 4, opened * row_stride, mask=closes)
+            tl.store(words + 5, slots - opened, mask=closes)
+            tl.store(words + 6, row_stride, mask=closes)
+            tl.store(words + 7, cut_q_begin, mask=closes)
+        return
 
     # Items.
-    for base in range(program * block, all_strips + cta_count, tl.num_programs(0) * block):
+    index_of = tl.where(cta < cta_count, strip + cta, FAR)
+    for base in range(
+        (program - 1) * block, all_strips + cta_count, (tl.num_programs(0) - 1) * block
+    ):
         index = base + tl.arange(0, block)
-        of = _last_at_most(index_of, cta_block // 2, index)
+        of = _begun(index_of - base, cta < cta_count, block)
         mine = index - of
-        begins = tl.gather(strip, of, 0)
-        begins_at = tl.gather(at, of, 0)
-        ends = tl.gather(next_strip, of, 0)
-        ends_at = tl.gather(next_at, of, 0)
-        valid = index - tl.gather(index_of, of, 0) < tl.gather(count, of, 0)
-        request = _last_at_most(strip_of, batch_block // 2, tl.where(valid, mine, 0))
-        from_tile = tl.gather(kv_begin, request, 0)
-        to_tile = tl.gather(kv_end, request, 0)
+        from_cut = tl.gather(cut, of, 0)
+        to_cut = tl.gather(cut, of + 1, 0)
+        begins = (from_cut >> 32).to(tl.int32)
+        begins_at = from_cut.to(tl.int32)
+        ends = (to_cut >> 32).to(tl.int32)
+        ends_at = to_cut.to(tl.int32)
+        valid = (mine < ends) | ((mine == ends) & (ends_at > 0))
+        valid = valid & (from_cut < to_cut) & (mine < all_strips)
+        from_strip = tl.min(mine, 0)
+        request = _begun(strip_of - from_strip, there, block)
+        request = tl.gather(request, mine - from_strip, 0)
+        request = tl.where(valid, request, 0)
+        number = mine - tl.gather(strip_of, request, 0)
+        member, q_begin_, q_len_, tiles_ = _tokens(
+            request, valid, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift,
+            shares,
+        )  # fmt: skip
+        skipped_ = tiles_
+        if shares:
+            skipped_ = tl.gather(skipped, request, 0)
+        rows_, tile_, _cost, query_tiles_, kv_len_, from_tile, to_tile = _shape(
+            request, valid, q_len_, skipped_, tiles_, kv_lens, batch, group_size, left, kv_shift,
+            cost_0, cost_1, cost_2, cost_3, tile_rows, shares,
+        )  # fmt: skip
+        head = number
+        row_begin = number * 0
+        row_end = rows_
+        if shares:
+            head = number // tl.maximum(query_tiles_, 1)
+            row_begin = (number - head * query_tiles_) * tile_
+            row_end = tl.minimum(row_begin + tile_, rows_)
         continues = (mine == begins) & (begins_at > 0)
         breaks = (mine == ends) & (ends_at > 0)
-        by = tl.minimum(of + tl.where(continues, 0, 1), cta_count)
-        slot = tl.gather(slots, by, 0) - tl.where(continues, 1, 2)
-        merge = tl.gather(merges, by, 0) - 1
+        at_cut = tl.minimum(of + tl.where(continues, 0, 1), cta_count)
+        numbers_ = tl.gather(numbers, at_cut, 0)
+        slot = numbers_ // 65536 - tl.where(continues, 1, 2)
         split = continues | breaks
+        partial_row = tl.where(split, slot * row_stride, -1)
+        merge = tl.where(split, numbers_ % 65536 - 1, -1)
+        if shares:
+            of_group = tiles_ > 0
+            heads = tl.where(of_group, num_kv_heads, 0) + head
+            only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
+            has_parts = split | of_group | (skipped_ > 0)
+            partial_row = tl.where(has_parts & ~split, only, partial_row)
+            merge = tl.zeros_like(merge) - 1
         words = plan + items_at + index * ITEM_WORDS
-        tl.store(words, request, mask=valid)
-        tl.store(words + 1, mine - tl.gather(strip_of, request, 0), mask=valid)
-        tl.store(words + 2, 0, mask=valid)
-        tl.store(words + 3, tl.gather(rows, request, 0), mask=valid)
-        tl.store(words + 4, tl.gather(tile, request, 0), mask=valid)
+        tl.store(words, member, mask=valid)
+        tl.store(words + 1, head, mask=valid)
+        tl.store(words + 2, row_begin, mask=valid)
+        tl.store(words + 3, row_end, mask=valid)
+        tl.store(words + 4, tile_, mask=valid)
         tl.store(words + 5, from_tile + tl.where(continues, begins_at, 0), mask=valid)
         tl.store(words + 6, tl.where(breaks, from_tile + ends_at, to_tile), mask=valid)
-        tl.store(words + 7, tl.where(split, slot * row_stride, -1), mask=valid)
-        tl.store(words + 8, tl.where(split, merge, -1), mask=valid)
-        tl.store(words + 9, tl.gather(q_begin, request, 0), mask=valid)
-        tl.store(words + 10, tl.gather(q_len, request, 0), mask=valid)
-        tl.store(words + 11, tl.gather(kv_len, request, 0), mask=valid)
+        tl.store(words + 7, partial_row, mask=valid)
+        tl.store(words + 8, merge, mask=valid)
+        tl.store(words + 9, q_begin_, mask=valid)
+        tl.store(words + 10, q_len_, mask=valid)
+        tl.store(words + 11, kv_len_, mask=valid)
+        if shares:
+            opens_strip = valid & ~continues
+            parts = tl.where(split, tl.gather(closing, at_cut, 0) - slot, tl.where(has_parts, 1, 0))
+            is_member = skipped_ > 0
+            of_prefix = batch + tl.gather(group, request, 0)
+            of_prefix = tl.where(is_member, of_prefix, 0)
+            prefix = tl.gather(strip_of, of_prefix, 0)
+            prefix += head * tl.gather(query_tiles, of_prefix, 0)
+            group_row = (q_begin_ - tl.gather(q_begin, of_prefix, 0)) * group_size
+            group_tile = tl.gather(tile, of_prefix, 0)
+            words = plan + merges_at + mine * MERGE_WORDS
+            tl.store(words, tl.where(is_member, prefix, -1), mask=opens_strip)
+            tl.store(words + 1, head, mask=opens_strip)
+            tl.store(words + 2, tl.where(is_member, group_row, row_begin), mask=opens_strip)
+            tl.store(words + 3, row_end - row_begin, mask=opens_strip)
+            tl.store(words + 4, partial_row, mask=opens_strip)
+            tl.store(words + 5, parts, mask=opens_strip)
+            tl.store(words + 6, tl.where(is_member, group_tile, tile_), mask=opens_strip)
+            tl.store(words + 7, q_begin_, mask=opens_strip)

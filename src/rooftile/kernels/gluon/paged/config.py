@@ -87,3 +87,13 @@ def longest_tile(k_dim: int, v_dim: int) -> int:
     """The most keys of a tile that calls of these dims may have; other tiles divide it."""
     dim = next(dim for dim in SMALL if dim >= max(k_dim, v_dim))
     return max(config.block for config in (*SMALL[dim], LARGE[dim]))
+
+
+def shared_costs(config: Config, tile_cost: tuple[int, ...]) -> tuple[int, ...]:
+    """Clocks of a KV tile where prefixes are shared, for each size of query tiles.
+
+    SMs with large tiles compute, and leave the memory to those with requests' own keys.
+    """
+    if len(tile_cost) < 2:
+        return tile_cost
+    return (tile_cost[0] * 5 // 9, *tile_cost[1:])

@@ -1,6 +1,7 @@
 """From an operator's arguments to launches: descriptors, partial buffers, the plan's places."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,10 +9,17 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
-from rooftile.kernels.gluon.paged.config import LARGE, UNBOUNDED, Config, config_of
+from rooftile.kernels.gluon.paged.config import (
+    LARGE,
+    UNBOUNDED,
+    Config,
+    config_of,
+    shared_costs,
+)
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
 from rooftile.kernels.gluon.tile.rows import addressable
+from rooftile.planning.split_cost import LEAST_SAVED
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
 
@@ -60,7 +68,8 @@ def paged_attention(
         v_pages = v_pages.contiguous().clone()
     num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
     quantised = k_pages.dtype != q.dtype
-    rows = max_q_len * (num_heads // num_kv_heads)
+    shares = bool(split) and _spec_of(*split).groups > 0
+    rows = (q.shape[0] if shares else max_q_len) * (num_heads // num_kv_heads)
     config = config or config_of(*dims, rows, quantised, batch_invariant)
     if plan is None:
         from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
@@ -78,7 +87,7 @@ def paged_attention(
     if run is None:
         if len(_runs) >= _MOST_KINDS:
             _runs.clear()
-        spec = SplitSpec.from_numbers(split)
+        spec = _spec_of(*split)
         run = _runs[kind] = _kind_of_call(
             *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config),
             chunk_len,
@@ -167,6 +176,10 @@ def _kind_of_call(
             (q, k_pages, v_pages, out),
             (q, out, lse, parts, part_lse, sinks, *scales, plan, table, cu_q),
         )
+        if spec.groups:
+            from rooftile.kernels.triton.merge import merge_shared
+
+            merge_shared(plan, spec, parts, part_lse, sink, out, lse)
         return out, lse
 
     return run
@@ -188,17 +201,28 @@ def split(
     tokens: int,
     max_q_len: int,
     max_kv_len: int,
+    groups: int = 0,
     config: Config | None = None,
 ) -> SplitSpec:
-    """How the kernel wants a call to be split; the last four are capacities."""
+    """How the kernel wants a call to be split; batch to groups are capacities."""
     quantised = call.kv_dtype is not None
-    rows = max_q_len * (call.num_q_heads // call.num_kv_heads)
+    rows = (tokens if groups else max_q_len) * (call.num_q_heads // call.num_kv_heads)
     config = config or config_of(call.k_dim, call.v_dim, rows, quantised, call.batch_invariant)
-    return _spec(
+    spec = _spec(
         *(config, _ctas(call.device), call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim),
         *(quantised, call.left, call.right, call.batch_invariant),
         *(batch, tokens, max_q_len, max_kv_len),
     )
+    if not groups:
+        return spec
+    return replace(
+        spec, groups=groups, least_saved=LEAST_SAVED, tile_cost=shared_costs(config, spec.tile_cost)
+    )
+
+
+@cache
+def _spec_of(*split: int) -> SplitSpec:
+    return SplitSpec.from_numbers(split)
 
 
 def _spec(
