@@ -21,9 +21,11 @@ def gpu_of_10_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu_of_10_gib")
 def test_pages_get_their_share_unless_steps_need_more() -> None:
     device = torch.device("cpu")
-    assert device_memory.kv_bytes(device, 0.5, GIB) == 4 * GIB
-    assert device_memory.kv_bytes(device, 0.9, GIB) == 5 * GIB  # two steps' peaks and a reserve
-    assert device_memory.kv_bytes(device, 0.9, 5 * GIB) == 0
+    assert device_memory.kv_bytes(device, 0.5, GIB, 0) == 4 * GIB
+    # Two steps' peaks, a reserve, and what sampling takes.
+    assert device_memory.kv_bytes(device, 0.9, GIB, 0) == 5.5 * GIB
+    assert device_memory.kv_bytes(device, 0.9, GIB, GIB // 30) == pytest.approx(4.5 * GIB, abs=99)
+    assert device_memory.kv_bytes(device, 0.9, 5 * GIB, 0) == 0
 
 
 @pytest.mark.usefixtures("gpu_of_10_gib")

@@ -13,7 +13,7 @@ from rooftile.engine.core import EngineCore, Limits
 from rooftile.engine.device_memory import check_weights, kv_bytes, measured, out_of_memory
 from rooftile.engine.device_runner import DeviceRunner
 from rooftile.engine.memory import Demand, check_kv_memory, free_memory_bytes, pages_that_fit
-from rooftile.engine.runner import Runner
+from rooftile.engine.runner import SCORED_ROWS, Runner
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.spec import KVGroup, group_layers
 from rooftile.kvcache.storage import KVStorage
@@ -132,7 +132,8 @@ def _gpu_runner(
         report("warming up", LOADED)
         peak = measured(device, runner.warm_up)
     with out_of_memory(config, "the KV pages"):
-        pages = _pages(config, groups, demand, lambda share: kv_bytes(device, share, peak))
+        sampled = max(config.max_num_seqs, SCORED_ROWS) * decoder.config.vocab_size
+        pages = _pages(config, groups, demand, lambda share: kv_bytes(device, share, peak, sampled))
         runner.attach(KVStorage(groups, pages, config.page_size, device))
     reason = runner.cannot_capture() if config.cuda_graphs else "cuda_graphs is off"
     if reason is not None:

@@ -10,8 +10,12 @@ import torch
 from rooftile.engine.config import EngineConfig
 
 # Beside two steps' intermediates (those of the graphs, and of steps that run without): libraries'
-# workspaces, the graphs themselves, and what penalties and log-probabilities take.
-RESERVED = 1 << 30
+# workspaces, and the graphs themselves.
+RESERVED = 1 << 29
+# For each row and token of the vocabulary, where all requests ask for everything: logits and their copy
+# for processors (8), counts and masks of penalties (5) and the same side by side (5), logits that
+# log-probabilities are asked of and two intermediates of their sum (12).
+SAMPLING_BYTES = 30
 
 
 def check_weights(what: str, nbytes: int) -> None:
@@ -40,11 +44,16 @@ def measured(device: torch.device, run: Callable[[], None]) -> int:
     return peak
 
 
-def kv_bytes(device: torch.device, share: float, peak: int) -> int:
-    """Bytes for KV pages: `share` of what is free, less where steps of `peak` bytes need more."""
+def kv_bytes(device: torch.device, share: float, peak: int, sampled: int) -> int:
+    """Bytes for KV pages: `share` of what is free, less where others need more.
+
+    peak: bytes that the largest step takes.
+    sampled: numbers that a step's logits may have, rows by vocabulary.
+    """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, min(int(free * share), free - 2 * peak - RESERVED))
+    needed = 2 * peak + SAMPLING_BYTES * sampled + RESERVED
+    return max(0, min(int(free * share), free - needed))
 
 
 @contextmanager
