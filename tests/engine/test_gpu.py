@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,43 @@ def test_requests_and_aborts_leave_nothing(path: str) -> None:
     stats = llm.stats()
     assert stats.kv.in_use == 0
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_a_storm_does_not_run_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows ask for all that takes a vocabulary a row, beside a pool that takes what there is."""
+    wide = {
+        "hidden_size": 256, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": 4, "vocab_size": 150_000, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    path = write_model(tmp_path, **wide)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    limit = torch.cuda.memory_reserved() + (6 << 30)  # as if the GPU were a small one
+    left = lambda *_: (limit - torch.cuda.memory_reserved(), limit)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        llm = LLM(str(path), device="cuda", random_weights=True, kv_memory_share=0.99)
+        assert llm.stats().kv_tokens < 256 * 8192  # the pool is what is left, not what is wanted
+        draw = random.Random(0)
+        requests = [
+            (
+                [draw.randrange(250) for _ in range(draw.choice([5, 50, 500, 2000]))],
+                SamplingParams(
+                    temperature=0.8, top_p=0.9, n=draw.choice([1, 2, 4]), logprobs=20,
+                    max_tokens=draw.randrange(1, 30), presence_penalty=0.5, repetition_penalty=1.1,
+                    prompt_logprobs=draw.choice([None, 20]), ignore_eos=True,
+                ),
+            )
+            for _ in range(300)
+        ]  # fmt: skip
+        for _, output in llm.run(requests):
+            assert [c.error for c in output.outputs] == [None] * len(output.outputs)  # type: ignore[union-attr]
+        assert llm.stats().kv.in_use == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_the_demo_model_says_what_it_says_on_a_cpu() -> None:
