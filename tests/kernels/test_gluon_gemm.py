@@ -222,15 +222,18 @@ def test_empty(shape: tuple[int, int, int]) -> None:
 
 
 def test_operands_are_read_where_they_lie() -> None:
-    (wide,) = (torch.zeros(40, 3, 64).bfloat16(),)
-    inside = wide[:, 1]
-    assert FORWARD._operand(inside, True) == (inside, True)
-    assert FORWARD._operand(inside.T, False)[0] is not None
-    got, by_rows = FORWARD._operand(inside.T, False)
-    assert got.data_ptr() == inside.data_ptr()
-    assert not by_rows
-    copied, _ = FORWARD._operand(torch.zeros(40, 30).bfloat16(), True)
-    assert copied.stride(0) == 64
+    inside = torch.zeros(40, 3, 64).bfloat16()[:, 1]
+    with simulation():
+        (a, a_by_rows), (b, b_by_rows) = FORWARD._operands(inside, inside.T)
+        assert (a.data_ptr(), a_by_rows) == (inside.data_ptr(), True)
+        assert (b.data_ptr(), b_by_rows) == (inside.data_ptr(), False)
+        narrow = torch.randn(40, 30).bfloat16()
+        (a, a_by_rows), (b, b_by_rows) = FORWARD._operands(narrow, narrow[:7].T)
+        assert a.stride(0) == b.stride(1) == 64
+        assert torch.equal(a, narrow)
+        assert torch.equal(b, narrow[:7].T)
+        assert a_by_rows
+        assert not b_by_rows
 
 
 @pytest.mark.parametrize("shape", [(5, 40), (2, 3, 40), (40,), (0, 40)])

@@ -39,7 +39,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Launch:
-    """A kernel of four warps with all of its arguments but the addresses.
+    """A kernel with all of its arguments but the addresses.
 
     The kernel's arguments are, in this order: a descriptor for each of `boxes`, pointers, `numbers`,
     `constants`. Types may depend only on the constants and on `dtype`.
@@ -55,6 +55,8 @@ class Launch:
         numbers: tuple[int | float, ...],
         constants: tuple[tuple[str, Any], ...],
         most_registers: int | None = None,  # of a thread at launch; None: the compiler's choice
+        warps: int = 4,  # of a CTA, before a kernel adds roles
+        dependent: bool = False,  # it may start under the end of another: tile/dependent.py
     ) -> None:
         self._kernel = kernel
         self._ctas = ctas
@@ -62,8 +64,10 @@ class Launch:
         self._boxes = boxes
         self._numbers = numbers
         self._constants = constants
-        self._options = {"num_warps": 4} | ({"maxnreg": most_registers} if most_registers else {})
-        self._key = (kernel, device, dtype, constants, most_registers)
+        self._options = {"num_warps": warps, "launch_pdl": dependent}
+        if most_registers:
+            self._options["maxnreg"] = most_registers
+        self._key = (kernel, device, dtype, constants, most_registers, warps, dependent)
         self._tail = (*numbers, *(value for _, value in constants))
         self._maps: dict[tuple[int, int], Any] = {}  # by argument and address
         self._described: dict[tuple[int, ...], tuple[Any, ...]] = {}  # by addresses of all

@@ -81,6 +81,7 @@ def constants(
     has_bias: bool,
     has_residual: bool,
     has_scales: bool,
+    out_unit: int,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `matmul_kernel`, in its order."""
     gated = activation.endswith("_and_mul")
@@ -102,4 +103,5 @@ def constants(
         ("has_bias", has_bias),
         ("has_residual", has_residual),
         ("has_scales", has_scales),
+        ("out_unit", out_unit),
     )

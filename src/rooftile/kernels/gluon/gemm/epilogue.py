@@ -59,6 +59,30 @@ def _before_activation(problem, x, rows, columns):
     return x
 
 
+@gluon.constexpr_function
+def _row_layout(C, unit):
+    """Of [R, C], in which a warp has whole pieces of rows, `unit` columns a thread."""
+    lanes = min(32, C // unit)
+    return gl.BlockedLayout([1, unit], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _store_broken_rows(
+    problem, x, row0, column0, R: gl.constexpr, C: gl.constexpr, columns_of_result
+):
+    """x [R, C] into a result whose rows the copy engine cannot address, row by row."""
+    unit: gl.constexpr = problem.out_unit
+    layout: gl.constexpr = _row_layout(C, unit)
+    x = gl.convert_layout(x, layout)
+    rows = gl.expand_dims(row0 + gl.arange(0, R, rows_of(layout)), 1)
+    columns = gl.expand_dims(column0 + gl.arange(0, C, columns_of(layout)), 0)
+    end = columns_of_result // unit * unit  # all of them, as the compiler cannot know
+    at = problem.out + rows.to(gl.int64) * problem.out_stride + columns
+    size: gl.constexpr = unit * x.dtype.itemsize
+    at = gl.max_contiguous(gl.multiple_of(at, [1, size]), [1, unit])
+    gl.store(at, x, mask=(rows < problem.m) & (columns < end))
+
+
 @gluon.jit
 def _store_chunk(
     problem, x, value, out_desc, out_tiles, group: gl.constexpr, row0, column0,
@@ -90,11 +114,14 @@ def _store_chunk(
         x = x + gl.load(at, mask=inside, other=0.0).to(gl.float32)
     if dtype != gl.float32:
         x = narrow(x, dtype)
-    out = out_tiles.index(group * buffers + (within // C) % buffers)
-    tma_store_wait(buffers - 1)
-    out.store(x)
-    fence_async_shared()
-    tma_store(out_desc, (row0, column0 + within), out)
+    if problem.out_unit == 0:
+        out = out_tiles.index(group * buffers + (within // C) % buffers)
+        tma_store_wait(buffers - 1)
+        out.store(x)
+        fence_async_shared()
+        tma_store(out_desc, (row0, column0 + within), out)
+    else:
+        _store_broken_rows(problem, x, row0, column0 + within, R, C, out_n)
 
 
 @gluon.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.flags import discard_flags, flags
 from rooftile.kernels.gluon.gemm.config import constants
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
-from rooftile.kernels.gluon.gemm.pad import addressable_rows, copy_rows, padded
+from rooftile.kernels.gluon.gemm.pad import padded
 from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
@@ -22,6 +23,7 @@ from rooftile.planning.roofline import least_time, linear_work
 
 FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
+_TMA_BYTES = 16  # multiples that the copy engine can address
 # Predictions of plain products are too kind to us by up to 1.7x and cuBLAS is seldom beaten by much:
 # with this, what "auto" takes loses 1.8% on PEERS.md's list, 2.0% on decode shapes and 0.9% on random
 # multiples of 8
@@ -56,9 +58,7 @@ def matmul(
             a, b, bias, residual, scale_a, scale_b, activation, out_dtype, batch_invariant
         )
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
-    target = addressable_rows(out)
-    a, a_by_rows = _operand(a, True)
-    b, b_by_rows = _operand(b, False)
+    (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     if plan is None:
@@ -79,13 +79,14 @@ def matmul(
         None if residual is None else residual.stride(0),
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
-        target.stride(0),
+        out.stride(0),
     )
     if plan.stream_tiles:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
     else:
         parts = _no_parts(a.device)
     pointers = (
+        out,
         out if bias is None else bias.contiguous(),
         out if residual is None else residual,
         parts if scale_a is None else scale_a.contiguous(),
@@ -94,12 +95,10 @@ def matmul(
         flags(a.device),
     )
     try:
-        launch((a, b, target), pointers)
+        launch((a, b, out), pointers)
     except BaseException:
         discard_flags(a.device)
         raise
-    if target is not out:
-        copy_rows(target, out)
     return out
 
 
@@ -134,6 +133,10 @@ def _launch(
     block_k = config.block_k(in_dtype.itemsize)
     boxes = config.b_boxes(gated, b_layout[1])
     out_box = (config.rows, config.chunk(gated, out_dtype.itemsize))
+    # Rows that the copy engine cannot address are stored by the warps, in the largest pieces that
+    # rows consist of; its map is never used then.
+    unit = gcd(out_stride * out_dtype.itemsize, _TMA_BYTES)
+    addressable = unit == _TMA_BYTES
     kernel_constants = constants(
         config,
         itemsize=in_dtype.itemsize,
@@ -144,6 +147,7 @@ def _launch(
         has_bias=bias_dtype is not None,
         has_residual=residual_stride is not None,
         has_scales=scale_dims[0] is not None,
+        out_unit=0 if addressable else unit // out_dtype.itemsize,
     )
     return Launch(
         matmul_kernel,
@@ -153,10 +157,12 @@ def _launch(
         (
             _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
             _describe(in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes)),
-            _describe(out_dtype, (m, out_n), (out_stride, True), out_box),
+            _describe(
+                out_dtype, (m, out_n), (out_stride if addressable else _LINE_BYTES, True), out_box
+            ),
         ),
         (
-            *(m, n, residual_stride or 0),
+            *(m, n, out_stride, residual_stride or 0),
             *(int(bool(dim)) for dim in scale_dims),
             *(plan.tiles_m * plan.tiles_n, plan.tiles_m),
             *divisor_fields(plan.band),
@@ -168,6 +174,7 @@ def _launch(
             plan.group_tiles * plan.iterations,
         ),
         kernel_constants,
+        dependent=True,
     )
 
 
@@ -184,29 +191,37 @@ def _describe(
     return Box(shape, (stride, 1), box, shared)
 
 
-def _operand(x: Tensor, k_last: bool) -> tuple[Tensor, bool]:
-    """x as the copy engine can address it, and whether it lies by rows.
+def _operands(a: Tensor, b: Tensor) -> tuple[tuple[Tensor, bool], tuple[Tensor, bool]]:
+    """Both as the copy engine can address them, and whether they lie by rows.
 
-    k_last: k is the last dimension. A copy is made where the base or a stride is no multiple of 16
-    bytes, and of an fp8 matrix whose contiguous dimension is not k.
+    A copy is made where the base or a stride is no multiple of 16 bytes, and of an fp8 matrix whose
+    contiguous dimension is not k.
     """
+    (a, a_by_rows, copy_a), (b, b_by_rows, copy_b) = _operand(a, True), _operand(b, False)
+    long = [x if by_rows else x.T for x, by_rows in ((a, a_by_rows), (b, b_by_rows))]
+    copies = iter(padded(*(x for x, copied in zip(long, (copy_a, copy_b), strict=True) if copied)))
+    if copy_a:
+        a = next(copies) if a_by_rows else next(copies).T
+    if copy_b:
+        b = next(copies) if b_by_rows else next(copies).T
+    return (a, a_by_rows), (b, b_by_rows)
+
+
+def _operand(x: Tensor, k_last: bool) -> tuple[Tensor, bool, bool]:
+    """x, whether it lies by rows, and whether it has to be copied. k_last: k is the last dimension."""
     by_rows = x.stride(1) == 1 or (x.shape[1] == 1 and x.stride(0) != 1)
     by_columns = x.stride(0) == 1 or x.shape[0] == 1
     if by_rows and by_columns:  # a single row or column: whichever has k in one piece
         by_rows = k_last
     if x.dtype == FP8 and by_rows != k_last:
-        copy = padded((x if k_last else x.T).contiguous())
-        return (copy if k_last else copy.T), k_last
+        return (x.contiguous() if k_last else x.T.contiguous().T), k_last, True
     if not by_rows and not by_columns:
-        return padded(x), True
+        return x, True, True
     long = x if by_rows else x.T
-    per_unit = 16 // x.element_size()
+    per_unit = _TMA_BYTES // x.element_size()
     whole = long.stride(1) == 1 or long.shape[1] == 1
     fits = long.shape[0] == 1 or (long.stride(0) % per_unit == 0 and long.stride(0) > 0)
-    if whole and fits and x.data_ptr() % 16 == 0:
-        return x, by_rows
-    copy = padded(long)
-    return (copy if by_rows else copy.T), by_rows
+    return x, by_rows, not (whole and fits and x.data_ptr() % _TMA_BYTES == 0)
 
 
 def efficiency(call: Any) -> float:

@@ -9,16 +9,19 @@ from rooftile.kernels.gluon.gemm.consumer import multiply_share
 from rooftile.kernels.gluon.gemm.problem import GROUPS, Problem
 from rooftile.kernels.gluon.gemm.producer import load_operands
 from rooftile.kernels.gluon.gemm.shares import Shares
+from rooftile.kernels.gluon.tile.dependent import let_dependents_start
 from rooftile.kernels.gluon.tile.divisor import Divisor
 from rooftile.kernels.gluon.tile.operands import new_operand_ring
 
 _UNSPECIALISED = [
+    "out",
     "bias",
     "residual",
     "scale_a",
     "scale_b",
     "m",
     "n",
+    "out_stride",
     "residual_stride",
     "scale_a_stride",
     "scale_b_stride",
@@ -49,7 +52,8 @@ def matmul_kernel(
     a_desc,  # boxes [a_rows, block_k], or [block_k, block_m] where m is contiguous
     b_desc,  # boxes [box_columns, block_k], or [block_k, box_columns] where n is contiguous
     out_desc,  # boxes [rows of a warpgroup, columns of a chunk]
-    bias,  # pointers and numbers: see Problem and Shares
+    out,  # pointers and numbers: see Problem and Shares
+    bias,
     residual,
     scale_a,
     scale_b,
@@ -57,6 +61,7 @@ def matmul_kernel(
     flags,
     m,
     n,
+    out_stride,
     residual_stride,
     scale_a_stride,
     scale_b_stride,
@@ -96,9 +101,12 @@ def matmul_kernel(
     has_bias: gl.constexpr,
     has_residual: gl.constexpr,
     has_scales: gl.constexpr,
+    out_unit: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
+    let_dependents_start()
     problem = Problem(
+        out,
         bias,
         residual,
         scale_a,
@@ -107,6 +115,7 @@ def matmul_kernel(
         flags,
         m,
         n,
+        out_stride,
         residual_stride,
         scale_a_stride,
         scale_b_stride,
@@ -122,6 +131,7 @@ def matmul_kernel(
         has_bias,
         has_residual,
         has_scales,
+        out_unit,
     )
     shares = Shares(
         num_tiles,

@@ -12,6 +12,7 @@ GROUPS = gl.constexpr(2)  # consumer warpgroups
 class Problem:
     """Sizes, pointers and compile-time switches."""
 
+    out: gl.tensor  # pointer, [m, n of the result]; read only where out_unit is not 0
     bias: gl.tensor  # pointer, [n]
     residual: gl.tensor  # pointer, [m, n of the result]
     scale_a: gl.tensor  # pointer to float32, [m] or one
@@ -20,6 +21,7 @@ class Problem:
     flags: gl.tensor  # pointer to int32, see fixup.py
     m: gl.tensor
     n: gl.tensor  # columns of b
+    out_stride: gl.tensor
     residual_stride: gl.tensor
     scale_a_stride: gl.tensor  # 0 where one scale serves all rows
     scale_b_stride: gl.tensor
@@ -35,3 +37,4 @@ class Problem:
     has_bias: gl.constexpr
     has_residual: gl.constexpr
     has_scales: gl.constexpr
+    out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

@@ -4,6 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.tile.dependent import await_kernels_before
 from rooftile.kernels.gluon.tile.ring import first_fill
 
 
@@ -12,6 +13,7 @@ def load_operands(problem, shares, ring, a_desc, b_desc):
     block_m: gl.constexpr = problem.block_m
     out_columns: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
     box_columns: gl.constexpr = problem.block_n // problem.b_boxes
+    await_kernels_before()
     fill = first_fill()
     begin, end, whole = shares.first()
     while (end > begin) | (whole < shares.num_tiles):

@@ -1,0 +1,135 @@
+"""int4 weights on their way from memory to the tensor core, dequantised in registers.
+
+A weight [n, k] is codes 0 to 15 and a bfloat16 scale for every 32 along k; its values are (code - 8)
+scale, rounded to bfloat16. A word has eight codes, and the words of 128 along k lie so that what a thread reads at a time, four words, are
+the codes that it needs in four groups: word 4 q + w has k = 32 w + 8 q to 32 w + 8 q + 7, of which element 2 p is bits 4 p to
+4 p + 3, and 2 p + 1 the same bits 16 further up. So a pair is one operation away from two
+bfloat16 numbers: 0x4300 + code is 128 + code.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+GROUP = gl.constexpr(32)  # along k, with one scale
+BLOCK = gl.constexpr(128)  # along k, whose words lie together
+WORDS = gl.constexpr(16)  # of a block
+
+
+@gluon.constexpr_function
+def _words_layout(tile, blocks, warps_k):
+    """Of words [warps_k, tile, blocks, 4, 4]: the tensor core's left operand, which has rows 1, 2, 4 and a thread's
+    place along k in a warp's lanes."""
+
+    def bits(n, dimension, first=1):
+        found = []
+        while first < n:
+            basis = [0] * 5
+            basis[dimension] = first
+            found.append(basis)
+            first *= 2
+        return found
+
+    return gl.DistributedLinearLayout(
+        reg_bases=bits(4, 4) + bits(tile, 1, 8) + bits(blocks, 2),
+        lane_bases=bits(4, 3) + bits(8, 1),
+        warp_bases=bits(warps_k, 0),
+        block_bases=[],
+        shape=[warps_k, tile, blocks, 4, 4],
+    )
+
+
+@gluon.jit
+def _axis(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 .. n - 1 along one of five axes."""
+    if axis == 0:
+        x = gl.arange(
+            0, n, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+        )
+        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3), 4)
+    elif axis == 1:
+        x = gl.arange(
+            0, n, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+        )
+        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3), 4)
+    elif axis == 2:
+        x = gl.arange(
+            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+        )
+        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 3), 4)
+    elif axis == 3:
+        x = gl.arange(
+            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+        )
+        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2), 4)
+    else:
+        x = gl.arange(
+            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+        )
+        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2), 3)
+
+
+@gluon.constexpr_function
+def _dequantise():
+    """Eight bfloat16 numbers of a word ($8) and its scale ($9)."""
+    lines = [".reg .b32 word, pair, scale, middle;"]
+    lines += ["mov.b32 scale, {$9, $9};", "mov.b32 middle, 0x43084308;", "mov.b32 word, $8;"]
+    for p in range(4):
+        if p:
+            lines.append("shr.u32 word, word, 4;")
+        lines += [
+            "lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;",
+            "sub.bf16x2 pair, pair, middle;",
+            "mul.bf16x2 pair, pair, scale;",
+            f"mov.b32 {{${2 * p}, ${2 * p + 1}}}, pair;",
+        ]
+    return "{" + " ".join(lines) + "}"
+
+
+@gluon.jit
+def load_codes(
+    words, scales, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
+    warps_k: gl.constexpr, even: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Values [warps_k, tile, tile_k] from k0 on, in the layout of a left operand.
+
+    words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4] bfloat16.
+    """
+    blocks: gl.constexpr = tile_k // BLOCK
+    L: gl.constexpr = _words_layout(tile, blocks, warps_k)
+    block = k0 // BLOCK + _axis(warps_k, 0, L) * blocks + _axis(blocks, 2, L)
+    row = gl.minimum(row0 + _axis(tile, 1, L), rows - 1).to(gl.int64)
+    within = _axis(4, 3, L) * 4 + _axis(4, 4, L)
+    word_at = words + row * stride + block * WORDS + within
+    word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
+    scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
+    scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
+    if even:
+        word = gl.load(word_at)
+        scale = gl.load(scale_at)
+    else:
+        inside = block * BLOCK < k
+        word = gl.load(word_at, mask=inside & (row >= 0), other=0)
+        scale = gl.load(scale_at, mask=inside & (row >= 0), other=0.0)
+    v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
+        _dequantise(),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
+        [word, scale],
+        dtype=(
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+    even_half = gl.join(gl.join(v0, v4), gl.join(v2, v6))
+    odd_half = gl.join(gl.join(v1, v5), gl.join(v3, v7))
+    values = gl.join(even_half, odd_half)  # [warps_k, tile, blocks, q, w, bit 2, bit 1, bit 0]
+    values = values.permute(0, 1, 2, 4, 3, 5, 6, 7).reshape([warps_k, tile, tile_k])
+    return gl.convert_layout(values, layout, assert_trivial=True)

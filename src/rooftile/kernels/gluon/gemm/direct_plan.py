@@ -1,0 +1,28 @@
+"""Tiles of a product whose operands go straight to registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DirectPlan:
+    """How it is run. Measurements: docs/performance.md.
+
+    x and y are the weight and the activations if `transposed`, else a and b; `warps_k` warps share k,
+    each of which takes `tile_k` of it at a time; `warps_x` and `warps_y` share the tile.
+    seconds: that it is predicted to take.
+    """
+
+    tile_x: int
+    tile_y: int
+    tile_k: int
+    warps_k: int
+    warps_x: int = 1
+    warps_y: int = 1
+    transposed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def warps(self) -> int:
+        return self.warps_k * self.warps_x * self.warps_y
