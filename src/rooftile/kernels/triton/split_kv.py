@@ -443,6 +443,14 @@ def split_kv(
     return plan
 
 
+def _lanes(needed: int) -> int:
+    """Few sizes, since an engine compiles the kernel for each when it starts."""
+    lanes = 8
+    while lanes < needed:
+        lanes *= 8 if lanes < 64 else 4
+    return lanes
+
+
 def _split_single(
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
@@ -481,7 +489,7 @@ def _split_single(
             tile_rows=spec.tile_rows,
             cta_count=spec.num_ctas,
             cta_block=cta_block,
-            lanes=max(2, triton.next_power_of_2(batch + spec.groups)),
+            lanes=_lanes(batch + spec.groups),
             block=SINGLE_BLOCK,
             shares=spec.groups > 0,
             num_warps=8,
