@@ -141,28 +141,27 @@ class DeviceRunner:
         with torch.inference_mode():
             self._staging.send([], [], np.empty((0, len(SAMPLE_FIELDS)), np.int32))
         most = self._decode_sizes[-1]
-        mixed = [Shape.mixed(n, most) for n in (self._mixed_sizes[-1], self._mixed_sizes[0])]
         small = [n for n in self._decode_sizes if n <= WARM_SIZES]
-        parts: list[Callable[[], object]] = [partial(self._draw, most)]
-        parts += [partial(self._forward, shape) for shape in (mixed[0], *map(Shape.decode, small))]
-        if self._device.type == "cuda":
-            self._compile(parts)
-        parts += [partial(self._forward, shape) for shape in (mixed[1], Shape.decode(most))]
-        parts += [partial(self._draw, n) for n in small]
-        with torch.inference_mode():
-            for part in parts:
-                part()
+        shapes = [Shape.mixed(self._mixed_sizes[-1], most), Shape.decode(small[0])]
+        forwards = [partial(self._forward, shape) for shape in shapes]
+        # What these compile differs; the other sizes share most of it.
+        self._run_beside([partial(self._draw, most), *forwards])
+        shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, (*small, most))]
+        self._run_beside([partial(self._forward, shape) for shape in shapes])
+        self._run_beside([partial(self._draw, n) for n in small])
 
-    def _compile(self, parts: Sequence[Callable[[], object]]) -> None:
-        """Run parts on padding beside each other, for what they compile. What they write into shared
-        tensors is padding, whoever comes last.
+    def _run_beside(self, parts: Sequence[Callable[[], object]]) -> None:
+        """Run parts of steps on padding, on a GPU beside each other, for what they compile. What they
+        write into shared tensors is padding, whoever comes last.
         """
 
         def run(part: Callable[[], object]) -> None:
-            with torch.inference_mode(), torch.cuda.device(self._device):
+            with torch.inference_mode():
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # a thread begins with the first one
                 part()
 
-        with ThreadPoolExecutor(len(parts)) as threads:
+        with ThreadPoolExecutor(len(parts) if self._device.type == "cuda" else 1) as threads:
             for _ in threads.map(run, parts):
                 pass
 
