@@ -159,6 +159,7 @@ def _kind_of_call(
             )
         ),
         most_registers=128 if config.ctas == 2 else None,
+        dependent=True,
     )
     partial_rows = max(layout.partial_rows, 1)
 

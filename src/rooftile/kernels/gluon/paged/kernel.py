@@ -13,6 +13,7 @@ from rooftile.kernels.gluon.paged.consumer import attend_items
 from rooftile.kernels.gluon.paged.few import attend_few
 from rooftile.kernels.gluon.paged.producer import load_items
 from rooftile.kernels.gluon.paged.work import FIELDS, Work
+from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.pages import new_page_ring
 from rooftile.kernels.gluon.tile.schedule import new_queue
@@ -107,6 +108,7 @@ def paged_kernel(
     rotations: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
+    let_dependents_start()
     work = Work(
         q,
         out,
@@ -158,6 +160,7 @@ def paged_kernel(
     v_ring = new_page_ring(v_desc, block, v_dim, stages, groups)
     queue = new_queue(plan, FIELDS, groups, False)
     fence_async_shared()
+    await_kernels_before()  # before the other roles begin
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if few > 0:
         dtype: gl.constexpr = gl.float16 if quantised else k_desc.dtype  # of products
