@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rooftile.ops import dual_chunk_attention as dual_chunk_attention
     from rooftile.ops import dual_chunk_attention_varlen as dual_chunk_attention_varlen
     from rooftile.ops import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
+    from rooftile.ops import find_prefixes as find_prefixes
     from rooftile.ops import gelu_and_mul as gelu_and_mul
     from rooftile.ops import grouped_linear as grouped_linear
     from rooftile.ops import linear as linear
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from rooftile.types import KVSpec as KVSpec
     from rooftile.types import PackedWeight as PackedWeight
     from rooftile.types import PagedBatch as PagedBatch
+    from rooftile.types import PrefixGroups as PrefixGroups
 
     __version__: str
 
@@ -61,6 +63,7 @@ OPERATORS = (
     "dual_chunk_attention",
     "dual_chunk_attention_varlen",
     "dual_chunk_rotary_embedding",
+    "find_prefixes",
     "gelu_and_mul",
     "grouped_linear",
     "linear",
@@ -92,6 +95,7 @@ MODULES = {
     "LLM": "rooftile.engine.llm",
     "PackedWeight": "rooftile.types",
     "PagedBatch": "rooftile.types",
+    "PrefixGroups": "rooftile.types",
     "RequestOutput": "rooftile.engine.outputs",
     "BeamSearchParams": "rooftile.engine.params",
     "SamplingParams": "rooftile.engine.params",

@@ -25,6 +25,7 @@ from rooftile.ops.norm import NormCall
 from rooftile.ops.normed_linear import NormedLinearCall
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import AppendCall
+from rooftile.ops.prefixes import PrefixCall
 from rooftile.ops.qkv import QkvCall
 from rooftile.ops.rope import RotaryCall
 from rooftile.ops.sampling import SamplingCall
@@ -137,6 +138,7 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
             ("bf16 h8 d128 page16 rotary", AppendCall(device, bf16, 8, 128, 128, 16, 128, False))
         ],
         "split_kv": [("any", SplitCall(device))],
+        "find_prefixes": [("any", PrefixCall(device))],
         "merge_attention_states": [("bf16 d128", MergeCall(device, bf16, 128))],
         "linear": [
             ("bf16 dense", LinearCall(device, bf16, "dense")),

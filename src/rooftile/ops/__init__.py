@@ -21,6 +21,7 @@ from rooftile.ops.modifiers import mask_mod, score_mod
 from rooftile.ops.norm import rms_norm
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.ops.prefixes import find_prefixes
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import (
     DynamicScaling,
@@ -61,6 +62,7 @@ __all__ = [
     "dual_chunk_attention",
     "dual_chunk_attention_varlen",
     "dual_chunk_rotary_embedding",
+    "find_prefixes",
     "gelu_and_mul",
     "grouped_linear",
     "linear",
