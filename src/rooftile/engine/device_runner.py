@@ -25,7 +25,7 @@ from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.kvcache.spec import KVGroup
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
-from rooftile.layers.mlp import GatedMlp
+from rooftile.layers.moe import MixtureOfExperts
 from rooftile.models.decoder import Decoder
 from rooftile.ops.operator import GPU_FAMILIES
 from rooftile.ops.sampling import SAMPLE
@@ -117,12 +117,13 @@ class DeviceRunner:
     def cannot_capture(self) -> str | None:
         """Why steps of this model cannot be captured, or `None`."""
         for number, layer in enumerate(self._decoder.layers):
-            if not isinstance(layer.mlp, GatedMlp):
-                return "a mixture of experts sorts its tokens with the host's help"
             operator = layer.attention.operator
-            family = operator.choose(self._calls[number])
-            if family not in GPU_FAMILIES:
-                return f"{operator.name} runs on its kernel {family!r}, which reads lengths on the host"
+            kernels = [(operator.name, operator.choose(self._calls[number]))]
+            if isinstance(layer.mlp, MixtureOfExperts):
+                kernels.append(layer.mlp.kernel)
+            for name, family in kernels:
+                if family not in GPU_FAMILIES:
+                    return f"{name} runs on its kernel {family!r}, which reads lengths on the host"
         return None
 
     def attach(self, storage: KVStorage) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from rooftile.distributed.group import ParallelGroup
 from rooftile.layers.linear import Linear
 from rooftile.ops.activation import GATED_ACTIVATION
-from rooftile.ops.grouped_linear import GROUPED_LINEAR
+from rooftile.ops.grouped_linear import GROUPED_LINEAR, GroupedLinearCall
 
 
 class MixtureOfExperts:
@@ -38,14 +38,23 @@ class MixtureOfExperts:
         self.renormalise = renormalise
         self.group = group
 
+    @property
+    def kernel(self) -> tuple[str, str]:
+        """The operator of the experts' products, and the family that runs it."""
+        call = GroupedLinearCall(self.gate_up.device.type, self.gate_up.dtype)
+        return GROUPED_LINEAR.name, GROUPED_LINEAR.choose(call)
+
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, hidden]
         shares = self.router(x).float().softmax(-1)
         weights, experts = shares.topk(self.top_k, -1)  # [tokens, top_k]
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
 
-        order = experts.flatten().argsort(stable=True)  # rows of one expert side by side
-        sizes = torch.bincount(experts.flatten(), minlength=self.gate_up.shape[0])
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)  # rows of one expert side by side
+        # As bincount does, which would wait for a GPU.
+        sizes = chosen.new_zeros(self.gate_up.shape[0])
+        sizes.scatter_add_(0, chosen, torch.ones_like(chosen))
         inner = GROUPED_LINEAR.handle(x[order // self.top_k], self.gate_up, sizes, "auto")
         inner = GATED_ACTIVATION.handle(inner, self.activation, "auto")
         sorted_out = GROUPED_LINEAR.handle(inner, self.down, sizes, "auto")
