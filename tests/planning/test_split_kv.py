@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge, Plan, plan
+from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge, Plan, Shared, plan
 from rooftile.types import SplitSpec
-from tests.planning.split_batches import Lengths, batches
+from tests.planning.split_batches import Lengths, Prefixes, batches, sharing_batches
 
 MANY = settings(max_examples=100)
 SPEC = SplitSpec(
@@ -165,6 +165,80 @@ def test_the_buffer_holds_the_plan(batch: tuple[SplitSpec, Lengths]) -> None:
     for cta, (first, count) in enumerate(rows(layout.ctas, 2, spec.num_ctas)):
         mine = rows(layout.items, len(Item._fields), layout.item_capacity)[first : first + count]
         assert [Item(*i) for i in mine] == found.of_cta(cta)
+
+
+@MANY
+@given(batch=sharing_batches())
+def test_with_shared_prefixes_every_key_is_attended_once_and_merged_once(
+    batch: tuple[SplitSpec, Lengths, Prefixes],
+) -> None:
+    spec, lengths, prefixes = batch
+    q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
+    found, layout = plan(spec, q_lens, kv_lens, *prefixes), Layout(spec)
+    attended = defaultdict(list)  # (token, query head) -> (KV tiles, row of the partial buffers)
+    taken: set[int] = set()
+    for item in items_of(found):
+        assert item.merge == -1
+        rows = range(item.row_begin, item.row_end)
+        if item.partial_row >= 0:
+            part = range(item.partial_row, item.partial_row + len(rows))
+            assert part[-1] < layout.partial_rows
+            assert taken.isdisjoint(part)
+            taken.update(part)
+        for row in rows:
+            token = item.q_begin + row // spec.group_size
+            head = item.kv_head * spec.group_size + row % spec.group_size
+            at = item.partial_row + row - item.row_begin if item.partial_row >= 0 else -1
+            tiles = range(item.kv_begin, item.kv_end)
+            attended[token, head].append((tiles, at))
+            # A causal mask must show a group's rows all that its members share.
+            if item.kv_end <= (item.kv_len - item.q_len) // spec.kv_tile:
+                assert item.kv_end * spec.kv_tile <= item.kv_len - item.q_len
+    begins = [sum(q_lens[:r]) for r in range(len(q_lens))]
+    for request, (q_len, kv_len) in enumerate(lengths):
+        for i in range(q_len):
+            end = min(kv_len, kv_len - q_len + i + spec.right + 1) if spec.right >= 0 else kv_len
+            last = min(kv_len, kv_len + spec.right) if spec.right >= 0 else kv_len
+            for head in range(spec.num_kv_heads * spec.group_size):
+                parts = attended[begins[request] + i, head]
+                tiles = sorted(tile for some, _ in parts for tile in some)
+                assert tiles == list(range(len(tiles)))  # each once, without a gap
+                assert len(tiles) * spec.kv_tile >= end
+                assert len(tiles) <= -(-last // spec.kv_tile)
+    assert found.request_strips == sum(q > 0 for q in q_lens) * spec.num_kv_heads
+    assert len(found.merges) == found.strips <= layout.merge_capacity
+    assert len(found.items) <= layout.item_capacity
+    for strip in found.merges[: found.request_strips]:
+        assert isinstance(strip, Shared)
+        for row in range(strip.rows):
+            rows = [strip.partial_row + row + n * spec.tile_rows[-1] for n in range(strip.parts)]
+            if strip.prefix >= 0:
+                below = strip.group_row + row
+                other = found.merges[strip.prefix + below // strip.tile_rows]
+                assert isinstance(other, Shared)
+                first = other.partial_row + below % strip.tile_rows
+                rows += [first + n * spec.tile_rows[-1] for n in range(other.parts)]
+            token = strip.q_begin + row // spec.group_size
+            head = strip.kv_head * spec.group_size + row % spec.group_size
+            written = [at for _, at in attended[token, head]]
+            assert sorted(written) == (sorted(rows) or [-1])
+
+
+def test_a_prefix_is_planned_once_where_that_spares_enough() -> None:
+    spec = replace(SPEC, groups=2, least_saved=4096, kv_tile=128, tile_rows=(16, 128),
+                   tile_cost=(1600, 1600))  # fmt: skip
+    lengths = [(1, 8192 + 256)] * 64
+
+    def tiles(shared: list[int]) -> int:
+        found = plan(spec, [1] * 64, [kv for _, kv in lengths], [0, 63, 64], shared)
+        return sum(item.kv_end - item.kv_begin for item in items_of(found))
+
+    assert tiles([0, 0]) == 8 * 64 * 66
+    assert tiles([8192, 8192]) == 8 * (2 * 64 + 63 * 2 + 66)  # one request shares with nobody
+    assert tiles([8300, 0]) == tiles([8192, 0])  # whole KV tiles
+    assert tiles([66, 0]) == tiles([0, 0])
+    few = plan(spec, [1] * 2, [4096 + 9] * 2, [0, 2], [4095])
+    assert few.strips == few.request_strips
 
 
 def test_one_long_request_among_short_ones() -> None:
