@@ -18,6 +18,7 @@ from rooftile.ops.check import (
     require,
 )
 from rooftile.ops.operator import Operator
+from rooftile.types import PackedWeight
 
 FP8 = torch.float8_e4m3fn
 
@@ -35,7 +36,7 @@ class MatmulCall:
     n: int
     k: int
     a_layout: str  # "row", "column" or "strided": which dimension is contiguous
-    b_layout: str
+    b_layout: str  # or "int4_words": codes of ops.linear's format of this name
     activation: str
     has_bias: bool
     has_residual: bool
@@ -44,7 +45,8 @@ class MatmulCall:
 
 def matmul(
     a: Tensor,  # [..., m, k]
-    b: Tensor,  # [k, n], any strides: the transpose of a weight [n, k] is read where it lies
+    # [k, n], any strides: the transpose of a weight [n, k] is read where it lies
+    b: Tensor | PackedWeight,
     bias: Tensor | None = None,  # [n]
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
@@ -61,16 +63,19 @@ def matmul(
         "_and_mul": the first n / 2 columns are a gate, activated and multiplied with the others,
         so the result is [..., m, n / 2].
     out_dtype: a's dtype where left out, bfloat16 where a is fp8. Sums are float32 or wider.
+    b: a weight that `pack(weight, "int4_words")` made (ops/linear.py) is a matrix, too: [k, n] with its
+        (in_features, out_features). Its values are dequantised in registers.
     scale_a, scale_b: of a whole matrix or of its rows (of a) and columns (of b); both matrices are
         float8_e4m3fn where scales are given, and only then.
     batch_invariant: the order of each sum depends on n and k alone, so that a row's bits do not
         depend on how many others there are. "auto" then takes a kernel that promises this.
 
-    Differentiable in a, b, bias and residual, but not for fp8.
+    Differentiable in a, b, bias and residual, but not for fp8 or packed weights.
 
     Raises:
         ValueError: shapes, dtypes, devices or an activation that do not fit.
-        NotImplementedError: a gradient is asked of fp8, or no kernel can run the call.
+        NotImplementedError: a gradient is asked of fp8 or a packed weight, or no kernel can run the
+            call.
     """
     name = "matmul"
     chosen = "none" if activation is None else activation
@@ -81,11 +86,18 @@ def matmul(
             f"{', '.join(repr(x) for x in ACTIVATIONS if x != 'none')}"
         ),
     )
+    packed = isinstance(b, PackedWeight)
+    in_features = b.shape[1] if isinstance(b, PackedWeight) else None
+    if isinstance(b, PackedWeight):
+        b, scale_b = _codes(name, b, scale_a, scale_b)
     check_tensors(name, a=a, b=b)
+    if in_features is None:
+        in_features = b.shape[0] if b.dim() == 2 else -1
     require(
-        a.dim() >= 2 and b.dim() == 2 and a.shape[-1] == b.shape[0],
+        a.dim() >= 2 and a.shape[-1] == in_features,
         lambda: (
-            f"{name}: a has shape {list(a.shape)} and b {list(b.shape)}; "
+            f"{name}: a has shape {list(a.shape)} and b "
+            f"{[in_features, b.shape[1]] if packed else list(b.shape)}; "
             f"expected [..., m, k] and [k, n]"
         ),
     )
@@ -97,7 +109,9 @@ def matmul(
         lambda: f"{name}: b has {n} columns; {chosen!r} needs an even number, gate and value",
     )
     out_columns = n // 2 if is_gated(chosen) else n
-    fp8 = _check_dtypes(name, a, b, scale_a, scale_b)
+    fp8 = False if packed else _check_dtypes(name, a, b, scale_a, scale_b)
+    if packed:
+        check_float(name, a=a)
     out_dtype = out_dtype or (torch.bfloat16 if fp8 else a.dtype)
     require(
         out_dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -114,13 +128,28 @@ def matmul(
     if scale_a is not None and scale_a.dim():
         check_shape(name, "scale_a", scale_a, (*leading, m), "[..., m]")
         scale_a = scale_a.flatten()
-    if scale_b is not None and scale_b.dim():
+    if scale_b is not None and scale_b.dim() and not packed:
         check_shape(name, "scale_b", scale_b, (n,), "[n]")
     out = MATMUL.handle(
         *(a.flatten(0, -2), b, bias, residual, scale_a, scale_b),
         *(chosen, out_dtype, batch_invariant, kernel),
     )
     return out.reshape(*leading, m, out_columns)
+
+
+def _codes(
+    name: str, b: PackedWeight, scale_a: Tensor | None, scale_b: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Words [k / 8, n] and scales of a packed weight."""
+    require(
+        b.format == "int4_words",
+        lambda: f"{name}: b has format {b.format!r}; pack it as 'int4_words', or give a tensor",
+    )
+    require(
+        scale_a is None and scale_b is None,
+        lambda: f"{name}: scales are given with a packed weight, which has its own; leave them out",
+    )
+    return b.tensors["weight"].T, b.tensors["scale"]
 
 
 def _check_dtypes(
@@ -177,7 +206,7 @@ def _call(
         b.shape[1],
         a.shape[1],
         _layout(a),
-        _layout(b),
+        "int4_words" if b.dtype == torch.int32 else _layout(b),
         activation,
         bias is not None,
         residual is not None,
@@ -209,16 +238,17 @@ MATMUL = Operator(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, residual, scale_a, _, ctx.activation, *_ = inputs
-    ctx.is_fp8 = scale_a is not None
+    ctx.is_quantised = scale_a is not None or b.dtype == torch.int32
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.save_for_backward(a, b, *(() if bias is None else (bias,)))
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    if ctx.is_fp8:
+    if ctx.is_quantised:
         raise NotImplementedError(
-            "matmul: an fp8 product has no gradient; call it under torch.no_grad()"
+            "matmul: a product of fp8 or a packed weight has no gradient; call it under "
+            "torch.no_grad()"
         )
     a, b, *bias = ctx.saved_tensors
     needs_a, needs_b, needs_bias, needs_residual, *_ = ctx.needs_input_grad

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.cpu import weights
+from rooftile.kernels.reference import int4_words
 from rooftile.ops.check import (
     check_device,
     check_float,
@@ -76,6 +77,12 @@ def _native_format(name: str) -> Format:
     )
 
 
+def _int4_words_refusal(device: str, dtype: torch.dtype) -> str | None:
+    if device != "cuda":
+        return f"int4_words weights are for an NVIDIA GPU, not for {device!r}"
+    return None
+
+
 FORMATS = {
     "dense": Format(
         refusal=lambda device, dtype: None,
@@ -91,6 +98,14 @@ FORMATS = {
     "int8": _native_format("int8"),
     "int8_blocks": _native_format("int8_blocks"),
     "int4": _native_format("int4"),
+    "int4_words": Format(
+        refusal=_int4_words_refusal,
+        pack=int4_words.pack,
+        unpack=lambda packed: int4_words.unpack(
+            packed.tensors["weight"], packed.tensors["scale"], packed.shape[1]
+        ),
+        is_exact=False,
+    ),
 }
 
 
@@ -108,7 +123,9 @@ def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, 
     CPU: "onednn" and "tiled" in blocked layouts, in bfloat16 or float32; quantised are "int8"
     (a scale for each row), "int8_blocks" (a scale for 32 columns of a row) and "int4" (a scale and
     a minimum for 32 columns of a row, those with the least squared error among some tried).
-    Products with these take activations as bytes, with a scale for 32 of a token's.
+    Products with these take activations as bytes, with a scale for 32 of a token's. "int4_words" is
+    for inference on a GPU with bfloat16 activations: a scale for 32 columns of a row, that with the
+    least squared error among some tried (kernels/reference/int4_words.py).
 
     Raises:
         ValueError: an unknown format, or a weight that is not a floating-point matrix.

@@ -110,9 +110,18 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     found = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", asm)
     if found:
         return args[0].to(torch.bfloat16 if found[1] == "bf16" else torch.float16)
-    if asm.startswith("griddepcontrol."):
-        return args[0]  # launches follow one another
+    if asm.startswith("griddepcontrol.") or asm.startswith("cp.async.bulk.prefetch."):
+        return args[0]  # launches follow one another; nothing is far away
+    if "lop3.b32 pair, word, 0x000f000f, 0x43004300" in asm:
+        word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
+        shifts = [4 * p + 16 * e for p in range(4) for e in range(2)]
+        return tuple(tile((((word >> s) & 15) - 8).to(scale.dtype) * scale) for s in shifts)
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
+
+
+def _product(a: Tensor, b: Tensor, acc: Tensor) -> Tile:
+    """A product of operands in registers, waited for."""
+    return tile(a.as_subclass(Tensor).float() @ b.as_subclass(Tensor).float() + acc)
 
 
 def _sum(x: Tensor, axis: int) -> Any:
@@ -170,6 +179,7 @@ def modules() -> dict[str, ModuleType]:
         multiple_of=lambda x, values: x,
         max_contiguous=lambda x, values: x,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
+        join=lambda a, b: tile(torch.stack([a, b], -1)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         map_elementwise=map_elementwise,
         inline_asm_elementwise=inline_asm,
@@ -203,6 +213,7 @@ def modules() -> dict[str, ModuleType]:
         warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=machine.fence_async_shared,
     )
+    ampere = _module("triton.experimental.gluon.language.nvidia.ampere", mma_v2=_product)
     gluon = _module(
         "triton.experimental.gluon",
         jit=jit,
@@ -218,6 +229,7 @@ def modules() -> dict[str, ModuleType]:
         f"{prefix}._runtime": _module(f"{prefix}._runtime", GluonASTSource=None),
         f"{prefix}.language": gl,
         f"{prefix}.language.nvidia": _module(f"{prefix}.language.nvidia", hopper=hopper),
+        f"{prefix}.language.nvidia.ampere": ampere,
         f"{prefix}.language.nvidia.hopper": hopper,
         f"{prefix}.nvidia": _module(f"{prefix}.nvidia"),
         f"{prefix}.nvidia.hopper": _module(f"{prefix}.nvidia.hopper", TensorDescriptor=Descriptor),

@@ -1,4 +1,4 @@
-"""Linear layers over dense weights by the Stream-K product (kernels/gluon/gemm).
+"""Linear layers over dense and int4 weights by the products of kernels/gluon/gemm.
 
 `linear(kernel="gluon")` takes it by name. kernel="auto", and with it every layer of the engine,
 takes it where ROOFTILE_LINEAR=stream-k is set before the first call.
@@ -20,25 +20,29 @@ _SWITCH = "ROOFTILE_LINEAR"
 
 def linear(
     x: Tensor,  # [..., in_features]
-    weight: list[Tensor],  # one, [out_features, in_features]
+    weight: list[Tensor],  # one, [out_features, in_features]; or words and scales of int4 codes
     format: str,
     out_features: int,
     bias: Tensor | None,  # [out_features]
 ) -> Tensor:
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    out = gemm.matmul(rows, weight[0].T, bias, None, None, None, "none", x.dtype, False)
+    scales = weight[1] if format == "int4_words" else None
+    out = gemm.matmul(rows, weight[0].T, bias, None, None, scales, "none", x.dtype, False)
     return out.view(*x.shape[:-1], out_features)
 
 
 def efficiency(call: Any) -> float:
-    """Above everybody else's where the switch is set, below the vendor's where not."""
+    """Of dense weights above everybody else's where the switch is set, below the vendor's where not."""
+    if call.format == "int4_words":
+        return 0.9
     return 1.0 if os.environ.get(_SWITCH) == "stream-k" else 0.45
 
 
 def supports(call: Any) -> str | None:
-    if call.format != "dense":
+    if call.format not in ("dense", "int4_words"):
         return f"it cannot read {call.format!r}"
-    product = {"out_dtype": call.dtype, "activation": "none", "b_layout": "column"}
+    layout = "column" if call.format == "dense" else call.format
+    product = {"out_dtype": call.dtype, "activation": "none", "b_layout": layout}
     sizes = dict.fromkeys("mnk", 1)
     return gemm.supports(SimpleNamespace(device=call.device, dtype=call.dtype, **product, **sizes))
 

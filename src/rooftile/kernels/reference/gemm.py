@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.kernels import Kernel, anything
+from rooftile.kernels.reference import int4_words
 from rooftile.kernels.reference.precision import widen
 
 _GATE = "_and_mul"
@@ -20,15 +21,18 @@ def is_gated(activation: str) -> bool:
 
 def matmul(
     a: Tensor,  # [m, k]
-    b: Tensor,  # [k, n]
+    b: Tensor,  # [k, n], or words of int4 codes, [k / 8, n]
     bias: Tensor | None,  # [n]
     residual: Tensor | None,  # [m, n] or [m, n / 2]
     scale_a: Tensor | None,  # [] or [m]
-    scale_b: Tensor | None,  # [] or [n]
+    scale_b: Tensor | None,  # [] or [n]; of codes: [n, k / 32]
     activation: str,
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Tensor:
+    if b.dtype == torch.int32:
+        assert scale_b is not None
+        b, scale_b = int4_words.unpack(b.T, scale_b, a.shape[1]).T.to(a.dtype), None
     y = widen(a) @ widen(b)
     return finish(y, bias, residual, scale_a, scale_b, activation).to(out_dtype)
 

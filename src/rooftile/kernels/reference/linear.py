@@ -9,6 +9,7 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.cpu.arguments import FORMATS
 from rooftile.kernels.cpu.weights import unpack
+from rooftile.kernels.reference import int4_words
 from rooftile.kernels.reference.precision import widen
 
 
@@ -17,6 +18,8 @@ def linear(
 ) -> Tensor:
     if format in FORMATS:
         dense = unpack(format, weight, out_features, x.shape[-1])
+    elif format == "int4_words":
+        dense = int4_words.unpack(*weight, x.shape[-1])
     else:
         dense = weight[0].to_dense() if format == "onednn" else weight[0]
     y = widen(x) @ widen(dense).T
@@ -26,7 +29,7 @@ def linear(
 
 
 def supports(call: Any) -> str | None:
-    known = call.format in ("dense", "onednn", *FORMATS)
+    known = call.format in ("dense", "onednn", "int4_words", *FORMATS)
     return None if known else f"it cannot read {call.format!r}"
 
 

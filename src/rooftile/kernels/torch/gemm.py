@@ -73,6 +73,8 @@ def efficiency(call: Any) -> float:
 
 
 def supports(call: Any) -> str | None:
+    if call.b_layout == "int4_words":
+        return "it reads dense weights, not int4 codes"
     if call.batch_invariant:
         return "it promises no order of sums that is independent of the batch"
     if call.dtype == torch.float8_e4m3fn:

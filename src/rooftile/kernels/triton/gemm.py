@@ -292,6 +292,8 @@ def efficiency(call: Any) -> float:
 
 
 def supports(call: Any) -> str | None:
+    if call.b_layout == "int4_words":
+        return "it reads dense weights, not int4 codes"
     if INTERPRETED and call.dtype in (torch.float16, torch.float32) and call.device == "cpu":
         pass
     elif INTERPRETED:

@@ -26,3 +26,8 @@ class DirectPlan:
     @property
     def warps(self) -> int:
         return self.warps_k * self.warps_x * self.warps_y
+
+
+def plan_of_codes(m: int) -> DirectPlan:
+    """For m rows of activations and int4 weights. The order of a sum does not depend on m."""
+    return DirectPlan(16, 8 if m <= 8 else 16, 256, 8, transposed=True)

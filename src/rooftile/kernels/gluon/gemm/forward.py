@@ -11,7 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.flags import discard_flags, flags
+from rooftile.kernels.gluon.gemm import direct_forward
 from rooftile.kernels.gluon.gemm.config import constants
+from rooftile.kernels.gluon.gemm.direct_plan import plan_of_codes
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
 from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
@@ -40,7 +42,7 @@ _DTYPES = {
 
 def matmul(
     a: Tensor,  # [m, k]
-    b: Tensor,  # [k, n]
+    b: Tensor,  # [k, n], or words of int4 codes, [k / 8, n]
     bias: Tensor | None,
     residual: Tensor | None,
     scale_a: Tensor | None,
@@ -56,6 +58,11 @@ def matmul(
     if not m * n * k:
         return reference.matmul(
             a, b, bias, residual, scale_a, scale_b, activation, out_dtype, batch_invariant
+        )
+    if b.dtype == torch.int32:
+        a = a if a.stride(1) == 1 else a.contiguous()
+        return direct_forward.matmul(
+            *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m))
         )
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
     (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
@@ -226,6 +233,8 @@ def _operand(x: Tensor, k_last: bool) -> tuple[Tensor, bool, bool]:
 
 def efficiency(call: Any) -> float:
     """Share of the roofline that the plan for a call is predicted to reach on an H200."""
+    if call.b_layout == "int4_words":
+        return 0.5
     itemsize = call.dtype.itemsize
     stride_a = call.m if call.a_layout == "column" else call.k
     stride_b = call.n if call.b_layout == "row" else call.k
@@ -251,6 +260,10 @@ def supports(call: Any) -> str | None:
         return f"it is for compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if call.dtype not in (torch.bfloat16, torch.float16, FP8):
         return f"it takes bfloat16, float16 and float8_e4m3fn, not {call.dtype}"
+    if call.b_layout == "int4_words" and call.dtype != torch.bfloat16:
+        return f"with int4 weights it takes bfloat16, not {call.dtype}"
+    if call.b_layout == "int4_words" and reference.is_gated(call.activation):
+        return "with int4 weights it computes no gate"
     if call.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it writes bfloat16, float16 and float32, not {call.out_dtype}"
     if reference.is_gated(call.activation) and call.b_layout == "row":
