@@ -132,9 +132,7 @@ def test_graph_replay_with_other_lengths_equals_eager(family: str, max_q_len: in
     assert PAGED_DUAL_CHUNK.refusal(call, family) is None
 
     def step() -> Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PAGED_DUAL_CHUNK, "choose", lambda *_: family)
-            planned, plan = plan_dual_chunk(call, batch, case.q.shape[0])
+        planned, plan = plan_dual_chunk(call, batch, case.q.shape[0], family)
         out: Tensor = PAGED_DUAL_CHUNK.handle(
             *(*queries, *pages, planned.cu_seqlens_q, planned.kv_lens, planned.page_table),
             *(planned.max_q_len, planned.max_kv_len, 128, 0.0, 0.1, *plan_arguments(plan), family),

@@ -18,7 +18,11 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 def bench_ops(
     operator: Annotated[
-        str, typer.Argument(metavar="OPERATOR", help="attention, gemm, paged or split_kv")
+        str,
+        typer.Argument(
+            metavar="OPERATOR",
+            help="attention, differential, dual_chunk, gemm, paged or split_kv",
+        ),
     ],
     cases: Annotated[
         str,
@@ -33,7 +37,8 @@ def bench_ops(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Of attention cudnn, fa2, flex on a GPU, sdpa on a CPU; of paged read, sdpa; of gemm torch.",
+            help="Of attention cudnn, fa2, flex on a GPU, sdpa on a CPU; of differential two, four; of "
+            "dual_chunk plain, plain_triton; of paged read, sdpa; of gemm torch.",
         ),
     ] = "",
     kernels: Annotated[

@@ -259,10 +259,10 @@ def _paged_call(
 
 
 def plan_differential(
-    call: DifferentialCall, batch: PagedBatch, tokens: int
+    call: DifferentialCall, batch: PagedBatch, tokens: int, kernel: str = "auto"
 ) -> tuple[PagedBatch, AttentionPlan]:
     """A step's plan, which is that of plain attention by both queries of each pair."""
-    family = PAGED_DIFFERENTIAL.choose(call)
+    family = PAGED_DIFFERENTIAL.choose(call, kernel)
     if family not in GPU_FAMILIES:
         return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
     keys = call.k_dim if call.shared_keys else 2 * call.k_dim

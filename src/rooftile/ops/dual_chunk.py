@@ -226,12 +226,12 @@ def dual_chunk_call(
 
 
 def plan_dual_chunk(
-    call: DualChunkCall, batch: PagedBatch, tokens: int
+    call: DualChunkCall, batch: PagedBatch, tokens: int, kernel: str = "auto"
 ) -> tuple[PagedBatch, AttentionPlan]:
     """A step's plan, and the batch that goes with it: where kernels follow plans, the pieces of requests
     whose queries lie in one chunk each.
     """
-    family = PAGED_DUAL_CHUNK.choose(call)
+    family = PAGED_DUAL_CHUNK.choose(call, kernel)
     if family not in GPU_FAMILIES:
         return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
     if batch.max_q_len > 1:
