@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rooftile.engine import device_runner
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
 from tests.engine.conftest import write_model
@@ -69,6 +70,7 @@ def test_the_packed_step() -> None:
         check_prepared(kernel, "cuda")
 
 
+@pytest.mark.parametrize("least_shared", [1, 1 << 40])  # prefixes read once, or for each
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,9 +81,11 @@ def test_the_packed_step() -> None:
     ids=str,
 )
 def test_tokens_equal_the_cpus(
-    path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], least_shared: int
 ) -> None:
     """Prefix hits, forks, preemption, chunks, padding; greedy and drawn from the same numbers."""
+    monkeypatch.setattr(device_runner, "LEAST_SHARED", least_shared)
+    monkeypatch.setattr(device_runner, "LEAST_COMMON", 1)
     cpu, gpu = pair(path, monkeypatch, **options)
     shared = list(range(30, 66))
     prompts = [[*shared, 1, 2], [*shared, 3], [7] * 19, [5], shared, list(range(100))]

@@ -15,7 +15,8 @@ from rooftile.engine.outputs import EngineStats, FinishReason, TokenLogprobs
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from rooftile.engine.request import Request, Sequence
 from rooftile.engine.runner import Runner
-from rooftile.engine.scheduler import ScheduledStep, Scheduler
+from rooftile.engine.scheduled_step import ScheduledStep
+from rooftile.engine.scheduler import Scheduler
 from rooftile.engine.step import StepOutput
 from rooftile.kvcache.cache import KVCache
 

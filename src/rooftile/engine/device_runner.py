@@ -27,12 +27,18 @@ from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
 from rooftile.layers.moe import MixtureOfExperts
 from rooftile.models.decoder import Decoder
+from rooftile.ops.attention_call import AttentionCall
 from rooftile.ops.operator import GPU_FAMILIES
+from rooftile.ops.paged import follows_plan
+from rooftile.ops.prefixes import prefixes_of
 from rooftile.ops.sampling import SAMPLE
 from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
 from rooftile.ops.step import StepState, StepTensors, prepare_step
 from rooftile.types import AttentionPlan, PagedBatch
 
+# In a step of decodes, shared keys from which on reading them once saves more time than the second launch
+# a layer takes; and keys that neighbours must have in common.
+LEAST_SHARED, LEAST_COMMON = 8192, 256
 # Up to here every size of a decode step is run before the first is captured: they differ in kernels
 # (few rows) and in what Triton compiles for (numbers that 16 divides, or not).
 WARM_SIZES = 24
@@ -40,15 +46,18 @@ WARM_SIZES = 24
 
 @dataclass(frozen=True)
 class Shape:
-    """Capacities of one forward pass. In a step of decodes alone no request has more than one."""
+    """Capacities of one forward pass. In a step of decodes alone no request has more than one token,
+    and prefixes that requests share may be read once.
+    """
 
     tokens: int
     requests: int
     max_q_len: int
+    shares: bool = False
 
     @classmethod
-    def decode(cls, requests: int) -> Shape:
-        return cls(requests, requests, 1)
+    def decode(cls, requests: int, shares: bool = False) -> Shape:
+        return cls(requests, requests, 1, shares)
 
     @classmethod
     def mixed(cls, tokens: int, requests: int) -> Shape:
@@ -99,6 +108,7 @@ class DeviceRunner:
         self._graphs = Graphs(device)
         self._storage: KVStorage | None = None
         self._calls: list[Hashable] = []  # of each layer's attention
+        self._can_share = False
         self._sampled = torch.zeros(
             max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
         )
@@ -134,6 +144,11 @@ class DeviceRunner:
             layer.attention.call(self._sampled, *storage.layer(number))
             for number, layer in enumerate(self._decoder.layers)
         ]
+        # Whether some layer's kernel reads keys once that several requests share.
+        self._can_share = any(
+            isinstance(call, AttentionCall) and call.left < 0 and follows_plan(call)
+            for call in self._calls
+        )
 
     def warm_up(self) -> None:
         """Run the largest step and the largest draw, of padding alone, and small ones, which run other
@@ -148,6 +163,8 @@ class DeviceRunner:
         # What these compile differs; the other sizes share most of it.
         self._run_beside([partial(self._draw, most), *forwards])
         shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, (*small, most))]
+        if self._can_share:
+            shapes += [Shape.decode(n, True) for n in (*small, most) if n > 1]
         self._run_beside([partial(self._forward, shape) for shape in shapes])
         self._run_beside([partial(self._draw, n) for n in small])
 
@@ -182,6 +199,8 @@ class DeviceRunner:
         rows = self._decode_sizes[-1]
         shapes = [Shape.mixed(n, rows) for n in self._mixed_sizes]
         shapes += [Shape.decode(n) for n in self._decode_sizes]
+        if self._can_share:
+            shapes += [Shape.decode(n, True) for n in self._decode_sizes if n > 1]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     # ------------------------------------------------------------------ a step
@@ -200,7 +219,7 @@ class DeviceRunner:
         self._storage.copy_pages(step.copies)
         lengths = [len(entry.token_ids) for entry in step.entries]
         starts = starts_of(lengths)
-        shape = self._shape(lengths)
+        shape = self._shape(lengths, step.shared_keys)
         last = [starts[s.entry] + lengths[s.entry] - 1 for s in step.samples]
         samples = self._sampler.words(step.samples, last)
         *earlier, updates = self._staging.parts(step.page_updates)
@@ -231,10 +250,10 @@ class DeviceRunner:
             return finish
         return lambda: replace(finish(), prompt_logprobs=[score() for score in scores])
 
-    def _shape(self, lengths: Sequence[int]) -> Shape:
+    def _shape(self, lengths: Sequence[int], shared_keys: int) -> Shape:
         if max(lengths) == 1:
             size = fitting(self._decode_sizes, len(lengths))
-            return Shape.decode(size)
+            return Shape.decode(size, self._can_share and shared_keys >= LEAST_SHARED)
         size = fitting(self._mixed_sizes, sum(lengths))
         return Shape.mixed(size, self._decode_sizes[-1])
 
@@ -257,6 +276,9 @@ class DeviceRunner:
                 max_q_len=shape.max_q_len,
                 max_kv_len=self._max_kv_len,
             )
+            if shape.shares and group.spec.window is None:
+                prefix = prefixes_of(batch, self._page_size, LEAST_COMMON)
+                batch = replace(batch, prefix=prefix)
             # One plan for all layers of equal shapes.
             plans: dict[Hashable, tuple[PagedBatch, AttentionPlan]] = {}
             for layer in group.layers:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
 from rooftile.engine.request import Request, Sequence
+from rooftile.engine.scheduled_step import ScheduledStep, find_shared
 from rooftile.engine.step import (
     PageUpdate,
     RowStart,
@@ -20,21 +20,6 @@ from rooftile.engine.step import (
 )
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.pool import OutOfPages
-
-
-@dataclass
-class ScheduledStep:
-    """A step's input, and whose it is: one sequence an entry, one a sample slot."""
-
-    input: StepInput
-    num_tokens: int = 0  # of all entries: the part of the budget that is spent
-    scheduled: list[Sequence] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    scored: list[Request] = field(default_factory=list)  # one a score slot
-
-    @property
-    def requests(self) -> list[Request]:
-        return list(dict.fromkeys(sequence.request for sequence in self.scheduled))
 
 
 class Scheduler:
@@ -76,6 +61,8 @@ class Scheduler:
                 self._admit_waiting(plan)
         if not plan.scheduled:
             return None
+        if 1 < len(plan.scheduled) == plan.num_tokens and not plan.input.scores:
+            find_shared(plan, self.cache)
         plan.input.freed = sorted(self._freed)
         self._freed.clear()
         return plan

@@ -95,6 +95,8 @@ class KVCache:
         self.prefix_cache = prefix_cache
         self._pools = [PagePool(count) for count in num_pages]
         self._windows = [(group, w) for group, w in enumerate(windows) if w is not None]
+        # The first group whose pages are never given back before their sequence ends.
+        self.full_group = next((group for group, w in enumerate(windows) if w is None), None)
         # A full group's leaf takes its pages in window groups along, so these are looked at last.
         self._eviction_order = sorted(range(num_groups), key=lambda g: windows[g] is not None)
         self._tree = PrefixTree(page_size, windows)
@@ -293,6 +295,15 @@ class KVCache:
             pages_copied=self._copied_pages,
             pages_evicted=self._evicted_pages,
         )
+
+    def num_shared(self, tables: Iterable[PageTable]) -> int:
+        """How many of their entries name pages that others of them name too, at least; of the first
+        group without a window, 0 where there is none.
+        """
+        group = self.full_group
+        if group is None:
+            return 0
+        return max(0, sum(len(table.pages[group]) for table in tables) - self._count(group).in_use)
 
     def _count(self, group: int) -> PageCounts:
         pool, cached = self._pools[group], self._tree.num_loose(group)

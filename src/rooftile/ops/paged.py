@@ -195,6 +195,12 @@ def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) 
     return AttentionPlan(family, split, buffer)
 
 
+def follows_plan(call: AttentionCall) -> bool:
+    """Whether the kernel that `auto` chooses does, which then can read a shared prefix once."""
+    kernel = PAGED_ATTENTION.kernel(PAGED_ATTENTION.choose(call))
+    return isinstance(kernel, Kernel) and kernel.split is not None
+
+
 def plan_arguments(plan: AttentionPlan | None) -> tuple[Tensor | None, list[int]]:
     """A plan as the operator takes it; without one a kernel that follows plans makes its own."""
     if plan is None or plan.split is None:
