@@ -16,7 +16,7 @@ from rooftile.kernels.triton.split_kv import MERGE_WORDS
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
 
-MOST_MERGES = 4096  # programs for each row of a strip
+MOST_MERGES = 4096  # programs
 
 
 @triton.jit
@@ -25,8 +25,6 @@ def _merge_row(
     lses,  # [rows]
     first,  # row of the first part
     parts,
-    second,  # row of the first part of a further list
-    others,  # parts of it
     stride,  # rows from part to part
     sink,  # its logit, -inf for none
     dim,
@@ -38,10 +36,10 @@ def _merge_row(
     maximum = tl.maximum(sink, -1.0e30)
     total = tl.exp(sink - maximum)
     o = tl.zeros([dim_tile], tl.float32)
-    for start in range(0, parts + others, part_block):
+    for start in range(0, parts, part_block):
         part = start + tl.arange(0, part_block)
-        present = part < parts + others
-        row = tl.where(part < parts, first, second - parts * stride) + part.to(tl.int64) * stride
+        present = part < parts
+        row = first + part.to(tl.int64) * stride
         lse = tl.load(lses + row, mask=present, other=float("-inf")).to(tl.float32)
         mask = (present & (lse > float("-inf")))[:, None] & (column < dim)[None, :]
         values = tl.load(outs + row[:, None] * dim + column[None, :], mask=mask, other=0.0)
@@ -85,7 +83,7 @@ def merge_parts_kernel(
             if has_sink:
                 logit = tl.load(sink + head)
             o, log_sum = _merge_row(
-                partial_out, partial_lse, first, tl.load(words + 5), first, 0,
+                partial_out, partial_lse, first, tl.load(words + 5),
                 tl.load(words + 6).to(tl.int64), logit, dim, part_block, dim_tile,
             )  # fmt: skip
             at = token.to(tl.int64) * num_heads + head
@@ -126,7 +124,7 @@ def merge_parts(
     )
 
 
-@triton.jit(do_not_specialize=["merges_at"])
+@triton.jit
 def merge_shared_kernel(
     plan,
     merges_at,
@@ -140,37 +138,62 @@ def merge_shared_kernel(
     dim,
     has_sink: tl.constexpr,
     row_stride: tl.constexpr,
+    row_block: tl.constexpr,
     part_block: tl.constexpr,
     dim_tile: tl.constexpr,
 ):
-    """Program (strip of a request, row of it), strips beyond the grid in further turns."""
-    row = tl.program_id(1)
-    column = tl.arange(0, dim_tile)
+    """A program for each strip of a request, strips beyond the grid in further turns."""
+    column = tl.arange(0, dim_tile)[None, None, :]
     for index in range(tl.program_id(0), tl.load(plan + 4), tl.num_programs(0)):
         words = plan + merges_at + index * MERGE_WORDS
         prefix = tl.load(words)
-        head = tl.load(words + 1) * group_size + row % group_size
-        group_row = tl.load(words + 2) + row
+        kv_head = tl.load(words + 1)
+        group_row = tl.load(words + 2)
         rows = tl.load(words + 3)
-        first = (tl.load(words + 4) + row).to(tl.int64)
+        first = tl.load(words + 4)
         parts = tl.load(words + 5)
         tile_rows = tl.load(words + 6)
-        token = tl.load(words + 7) + row // group_size
-        if (row < rows) & (parts > 0):
-            shared = plan + merges_at + (prefix + group_row // tile_rows) * MERGE_WORDS
-            second = tl.load(shared + 4, mask=prefix >= 0, other=0) + group_row % tile_rows
-            others = tl.load(shared + 5, mask=prefix >= 0, other=0)
-            logit = float("-inf")
+        q_begin = tl.load(words + 7)
+        for row0 in range(0, tl.where(parts > 0, rows, 0), row_block):
+            row = row0 + tl.arange(0, row_block)
+            valid = row < rows
+            head = kv_head * group_size + row % group_size
+            below = group_row + row
+            shared = plan + merges_at + (prefix + below // tile_rows) * MERGE_WORDS
+            has_prefix = valid & (prefix >= 0)
+            second = tl.load(shared + 4, mask=has_prefix, other=0) + below % tile_rows
+            others = tl.load(shared + 5, mask=has_prefix, other=0)
+            logit = tl.full([row_block], float("-inf"), tl.float32)
             if has_sink:
-                logit = tl.load(sink + head)
-            stride = tl.full([], row_stride, tl.int64)
-            o, log_sum = _merge_row(
-                partial_out, partial_lse, first, parts, second.to(tl.int64), others, stride, logit,
-                dim, part_block, dim_tile,
-            )  # fmt: skip
-            at = token.to(tl.int64) * num_heads + head
-            tl.store(out + at * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
-            tl.store(lse + at, log_sum)
+                logit = tl.load(sink + head, mask=valid, other=float("-inf"))
+            maximum = tl.maximum(logit, -1.0e30)
+            total = tl.exp(logit - maximum)
+            o = tl.zeros([row_block, dim_tile], tl.float32)
+            for start in range(0, parts + tl.max(others, 0), part_block):
+                part = (start + tl.arange(0, part_block))[None, :]
+                present = valid[:, None] & (part < parts + others[:, None])
+                own = (first + row)[:, None] + part * row_stride
+                place = tl.where(part < parts, own, second[:, None] + (part - parts) * row_stride)
+                place = place.to(tl.int64)
+                log = tl.load(partial_lse + place, mask=present, other=float("-inf"))
+                at = partial_out + place[:, :, None] * dim + column
+                values = tl.load(at, mask=present[:, :, None] & (column < dim), other=0.0)
+                highest = tl.maximum(maximum, tl.max(log, 1))
+                weights = tl.exp(log - highest[:, None])
+                shrink = tl.exp(maximum - highest)
+                total = total * shrink + tl.sum(weights, 1)
+                # A part of a row that sees nothing has no values.
+                some = weights[:, :, None] > 0
+                weighted = tl.where(some, values * weights[:, :, None], 0.0)
+                o = o * shrink[:, None] + tl.sum(weighted, 1)
+                maximum = highest
+            o = o / tl.where(total > 0, total, 1.0)[:, None]
+            log_sum = tl.where(total > 0, maximum + tl.log(total), float("-inf"))
+            token = (q_begin + row // group_size).to(tl.int64) * num_heads + head
+            wide = tl.arange(0, dim_tile)[None, :]
+            mask = valid[:, None] & (wide < dim)
+            tl.store(out + token[:, None] * dim + wide, o.to(out.dtype.element_ty), mask=mask)
+            tl.store(lse + token, log_sum, mask=valid)
 
 
 def merge_shared(
@@ -189,7 +212,9 @@ def merge_shared(
     if rows == 0 or strips == 0:
         return
     dim = out.shape[-1]
-    merge_shared_kernel[(min(strips, MOST_MERGES), rows)](
+    dim_tile = max(16, triton.next_power_of_2(dim))
+    row_block = max(1, min(triton.next_power_of_2(rows), 512 // dim_tile, 4))
+    merge_shared_kernel[(min(strips, MOST_MERGES),)](
         plan,
         layout.merges,
         partial_out,
@@ -202,9 +227,10 @@ def merge_shared(
         dim,
         has_sink=sink is not None,
         row_stride=spec.tile_rows[-1],
+        row_block=row_block,
         part_block=16,
-        dim_tile=max(16, triton.next_power_of_2(dim)),
-        num_warps=2,
+        dim_tile=dim_tile,
+        num_warps=4,
     )
 
 
@@ -223,7 +249,7 @@ def merge_states_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, dim_tile)
     o, log_sum = _merge_row(
-        outs, lses, row, parts, row, 0, rows.to(tl.int64), float("-inf"), dim, part_block, dim_tile
+        outs, lses, row, parts, rows.to(tl.int64), float("-inf"), dim, part_block, dim_tile
     )
     tl.store(out + row * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
     tl.store(lse + row, log_sum)

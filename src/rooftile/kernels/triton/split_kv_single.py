@@ -32,6 +32,14 @@ def _begun(begins, counted, bins: tl.constexpr):
 
 
 @triton.jit
+def _store_words(at, a, b, c, d, mask):
+    """Four words each at `at`, which is a multiple of 16 bytes, in one store."""
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0], 4])
+    place = at[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(tl.multiple_of(place, [1, 4]), words, mask=mask[:, None])
+
+
+@triton.jit
 def _smaller(a, b):
     return tl.minimum(a, b)
 
@@ -100,7 +108,7 @@ def _shape(
 
 @triton.jit(
     do_not_specialize=[
-        *("batch", "groups", "ctas_at", "merges_at", "items_at", "group_size", "num_kv_heads"),
+        *("batch", "groups", "group_size", "num_kv_heads"),
         *("left", "kv_shift", "item_cost", "cost_0", "cost_1", "cost_2", "cost_3", "min_piece"),
         *("least_saved", "tokens", "cut_rows"),
     ]
@@ -136,7 +144,7 @@ def split_kv_single_kernel(
     block: tl.constexpr,  # items at a time
     shares: tl.constexpr,
 ):
-    """Program 0 writes what there is once, the others items."""
+    """Program 0 writes the CTAs' runs, program 1 merges, the others items."""
     row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
     program = tl.program_id(0)
 
@@ -168,9 +176,15 @@ def split_kv_single_kernel(
     strip_of = (sums & STRIP_MASK).to(tl.int32) * num_kv_heads
 
     # Cuts: where each CTA's share begins.
-    used = total // (item_cost + min_piece * cost_0)
-    used = tl.minimum(tl.maximum(used, 1), cta_count).to(tl.int32)
-    of_cta = total // used
+    least = item_cost + min_piece * cost_0
+    used = tl.minimum(total, least.to(tl.int64) * cta_count).to(tl.int32) // least
+    used = tl.maximum(used, 1)
+    # total // used: what floats leave over of the quotient is small enough for them.
+    of_cta = (total.to(tl.float32) / used.to(tl.float32)).to(tl.int64)
+    over = total - of_cta * used
+    of_cta += (over.to(tl.float32) / used.to(tl.float32)).to(tl.int32)
+    over = total - of_cta * used
+    of_cta += tl.where(over >= used, 1, 0) - tl.where(over < 0, 1, 0)
     rest = (total - of_cta * used).to(tl.int32)
     cta = tl.arange(0, cta_block)
     turn = tl.minimum(cta, used)
@@ -223,7 +237,7 @@ def split_kv_single_kernel(
     next_strip = strip
     next_at = at
     closing = slots
-    if shares or program == 0:
+    if shares or program < 2:
         following = tl.gather(cut, tl.minimum(cta + 1, cta_count), 0)
         next_strip = (following >> 32).to(tl.int32)
         next_at = following.to(tl.int32)
@@ -236,34 +250,35 @@ def split_kv_single_kernel(
         is_cta = cta < cta_count
         some = is_cta & ((strip < next_strip) | (at < next_at))
         count = tl.where(some, next_strip - strip + tl.where(next_at > 0, 1, 0), 0)
-        tl.store(plan + ctas_at + cta * 2, strip + cta, mask=is_cta)
-        tl.store(plan + ctas_at + cta * 2 + 1, count, mask=is_cta)
-        merges = tl.sum(opens.to(tl.int32), 0)
+        run = tl.join(strip + cta, count)
+        run_at = plan + ctas_at + cta[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(tl.multiple_of(run_at, [1, 2]), run, mask=is_cta[:, None])
+        both = tl.sum((count.to(tl.int64) << 32) + opens.to(tl.int64), 0)
+        merges = both.to(tl.int32)
         of_requests = 0
         if shares:
             merges = all_strips
             of_requests = tl.sum(tl.where(lane < batch, query_tiles, 0), 0) * num_kv_heads
-        word = tl.where(cta == 0, merges, tl.sum(count, 0))
+        word = tl.where(cta == 0, merges, (both >> 32).to(tl.int32))
         word = tl.where(cta < 2, word, tl.where(cta == 2, used, all_strips))
         word = tl.where(cta < 4, word, tl.where(cta == 4, of_requests, 0))
         tl.store(plan + cta, word, mask=cta < 8)
+        return
+    if program == 1:
         if not shares:
             opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _larger)
             words = plan + merges_at + (numbers % 65536 - 1) * MERGE_WORDS
-            tl.store(words, 0, mask=closes)
-            tl.store(words + 1, into_lane, mask=closes)
-            tl.store(words + 2, 0, mask=closes)
-            tl.store(words + 3, rows_there, mask=closes)
-            tl.store(words + 4, opened * row_stride, mask=closes)
-            tl.store(words + 5, slots - opened, mask=closes)
-            tl.store(words + 6, row_stride, mask=closes)
-            tl.store(words + 7, cut_q_begin, mask=closes)
+            none = tl.zeros_like(into_lane)
+            _store_words(words, none, into_lane, none, rows_there, closes)
+            stride = tl.full([cta_block], row_stride, tl.int32)
+            first_part = opened * row_stride
+            _store_words(words + 4, first_part, slots - opened, stride, cut_q_begin, closes)
         return
 
     # Items.
     index_of = tl.where(cta < cta_count, strip + cta, FAR)
     for base in range(
-        (program - 1) * block, all_strips + cta_count, (tl.num_programs(0) - 1) * block
+        (program - 2) * block, all_strips + cta_count, (tl.num_programs(0) - 2) * block
     ):
         index = base + tl.arange(0, block)
         of = _begun(index_of - base, cta < cta_count, block)
@@ -315,18 +330,11 @@ def split_kv_single_kernel(
             partial_row = tl.where(has_parts & ~split, only, partial_row)
             merge = tl.zeros_like(merge) - 1
         words = plan + items_at + index * ITEM_WORDS
-        tl.store(words, member, mask=valid)
-        tl.store(words + 1, head, mask=valid)
-        tl.store(words + 2, row_begin, mask=valid)
-        tl.store(words + 3, row_end, mask=valid)
-        tl.store(words + 4, tile_, mask=valid)
-        tl.store(words + 5, from_tile + tl.where(continues, begins_at, 0), mask=valid)
-        tl.store(words + 6, tl.where(breaks, from_tile + ends_at, to_tile), mask=valid)
-        tl.store(words + 7, partial_row, mask=valid)
-        tl.store(words + 8, merge, mask=valid)
-        tl.store(words + 9, q_begin_, mask=valid)
-        tl.store(words + 10, q_len_, mask=valid)
-        tl.store(words + 11, kv_len_, mask=valid)
+        first_tile = from_tile + tl.where(continues, begins_at, 0)
+        end_tile = tl.where(breaks, from_tile + ends_at, to_tile)
+        _store_words(words, member, head, row_begin, row_end, valid)
+        _store_words(words + 4, tile_, first_tile, end_tile, partial_row, valid)
+        _store_words(words + 8, merge, q_begin_, q_len_, kv_len_, valid)
         if shares:
             opens_strip = valid & ~continues
             parts = tl.where(split, tl.gather(closing, at_cut, 0) - slot, tl.where(has_parts, 1, 0))
@@ -338,11 +346,8 @@ def split_kv_single_kernel(
             group_row = (q_begin_ - tl.gather(q_begin, of_prefix, 0)) * group_size
             group_tile = tl.gather(tile, of_prefix, 0)
             words = plan + merges_at + mine * MERGE_WORDS
-            tl.store(words, tl.where(is_member, prefix, -1), mask=opens_strip)
-            tl.store(words + 1, head, mask=opens_strip)
-            tl.store(words + 2, tl.where(is_member, group_row, row_begin), mask=opens_strip)
-            tl.store(words + 3, row_end - row_begin, mask=opens_strip)
-            tl.store(words + 4, partial_row, mask=opens_strip)
-            tl.store(words + 5, parts, mask=opens_strip)
-            tl.store(words + 6, tl.where(is_member, group_tile, tile_), mask=opens_strip)
-            tl.store(words + 7, q_begin_, mask=opens_strip)
+            prefix = tl.where(is_member, prefix, -1)
+            group_row = tl.where(is_member, group_row, row_begin)
+            group_tile = tl.where(is_member, group_tile, tile_)
+            _store_words(words, prefix, head, group_row, row_end - row_begin, opens_strip)
+            _store_words(words + 4, partial_row, parts, group_tile, q_begin_, opens_strip)
