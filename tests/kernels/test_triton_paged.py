@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rooftile.ops.attention import attention_varlen
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
 from rooftile.planning.split_kv import Item, Layout
@@ -27,7 +29,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rooftile.kernels.triton import attention as attention_kernel
 from rooftile.kernels.triton import paged as kernel
+from rooftile.kernels.triton import ragged_pages
 
 # A program takes 32 keys at a time and 5 programs share the work: 150 keys are split.
 LENGTHS = st.tuples(
@@ -228,6 +232,58 @@ def test_shared_keys_are_read_once_and_only_where_it_pays(monkeypatch: pytest.Mo
     assert read(1000) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2}
     assert read(100) == {0: 3, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2}
     assert read(0) == {0: 3, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 1}
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 127, 128, 129, 600, 700])),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (5, 1)]),
+    causal=st.booleans(),
+    window=oracle.WINDOWS,
+    softcap=oracle.SOFTCAPS,
+    has_sink=st.booleans(),
+    padding=st.integers(0, 2),
+    dtype=DTYPES,
+    seed=st.integers(0, 2**32),
+)
+def test_short_ragged_queries_over_long_keys_follow_a_plan(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    softcap: float,
+    has_sink: bool,
+    padding: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Against the reference; keys that belong to no sequence are NaN."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = [*lengths, (1, 530)]
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    q = torch.randn(sum(q_lens) + padding, heads[0], 24, generator=g).to(dtype)
+    k, v = torch.randn(2, sum(kv_lens) + 9, heads[1], 24, generator=g).to(dtype)
+    k[-9:], v[-9:] = math.nan, math.nan
+    cu = [torch.tensor([0, *n]).cumsum(0) for n in (q_lens, kv_lens)]
+    sink = torch.randn(heads[0], generator=g) if has_sink else None
+    options: dict[str, Any] = {
+        "max_q_len": max(q_lens), "max_kv_len": max(kv_lens), "causal": causal, "window": window,
+        "softcap": softcap, "sink": sink, "return_lse": True,
+    }  # fmt: skip
+    assert ragged_pages.follows_plan(k, v, max(q_lens), max(kv_lens), heads[0] // heads[1])
+    with unittest.mock.patch.object(
+        attention_kernel, "paged_attention", wraps=kernel.paged_attention
+    ) as planned:
+        got = attention_varlen(q, k, v, *cu, kernel="triton", **options)
+    assert planned.call_count == 1
+    expected = attention_varlen(q, k, v, *cu, kernel="reference", **options)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_what_cannot_share_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from rooftile.kernels.triton.descriptors import (
     is_addressable,
     unit_stride,
 )
+from rooftile.kernels.triton.paged import paged_attention
+from rooftile.kernels.triton.ragged_pages import follows_plan, lengths_and_table, pages_of
 from rooftile.kernels.triton.refusal import refusal
 
 _LOG2_E = 1.4426950408889634
@@ -387,6 +389,14 @@ def attention_varlen(
     mods: Mods = NO_MODS,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
+    if mods is NO_MODS and config is None:
+        group_size = q.shape[1] // k.shape[1]
+        if follows_plan(k, v, max_q_len, max_kv_len, group_size):
+            kv_lens, table = lengths_and_table(cu_seqlens_k, max_kv_len)
+            return paged_attention(
+                *(q, pages_of(k), pages_of(v), cu_seqlens_q, kv_lens, table, max_q_len, max_kv_len),
+                *(sink, left, right, softcap, scale, None, None, False, None, []),
+            )
     out, lse = _outputs(q, v)
     options = (sink, left, right, softcap, scale, mods, config)
     cu = (cu_seqlens_q, cu_seqlens_k)

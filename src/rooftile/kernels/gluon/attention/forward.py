@@ -200,6 +200,7 @@ def bind_attention_varlen(
     tokens, num_heads, k_dim = q.shape
     batch, v_dim = cu_seqlens_q.shape[0] - 1, v.shape[2]
     length = typical_length(tokens, batch, max_q_len)
+    config_given = config
     config = config or config_of(k_dim, v_dim, length, right, slopes is not None)
     if tokens == 0:
         return lambda q, k, v, cu_q, cu_k, sink, slopes=None: _without_keys(q, k, v, sink)
@@ -222,6 +223,11 @@ def bind_attention_varlen(
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
 
         return run_prepared
+    if q.is_cuda and config_given is None and slopes is None and min(k_dim, v_dim) >= 32:
+        from rooftile.kernels.triton.ragged_pages import follows_plan  # which only a GPU can run
+
+        if follows_plan(k, v, max_q_len, max_kv_len, num_heads // k.shape[1]):
+            return _by_plan(max_q_len, max_kv_len, left, right, softcap, scale)
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
     device = q.device
@@ -288,6 +294,32 @@ def bind_attention_varlen(
             ),
         )
         return out, lse
+
+    return run
+
+
+def _by_plan(
+    max_q_len: int, max_kv_len: int, left: int, right: int, softcap: float, scale: float
+) -> Callable[..., Result]:
+    """Few queries over many keys: the kernel for pages, which packs heads and shares keys out."""
+    from rooftile.kernels.gluon.paged import paged_attention
+    from rooftile.kernels.triton.ragged_pages import lengths_and_table, pages_of
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        sink: Tensor | None,
+        slopes: Tensor | None = None,
+    ) -> Result:
+        kv_lens, table = lengths_and_table(cu_k, max_kv_len)
+        pages = (pages_of(addressable(k)), pages_of(addressable(v)))
+        return paged_attention(
+            *(q, *pages, cu_q, kv_lens, table, max_q_len, max_kv_len, sink, left, right),
+            *(softcap, scale, None, None, False, None, []),
+        )
 
     return run
 
