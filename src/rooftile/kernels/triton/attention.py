@@ -393,9 +393,10 @@ def attention_varlen(
         group_size = q.shape[1] // k.shape[1]
         if follows_plan(k, v, max_q_len, max_kv_len, group_size):
             kv_lens, table = lengths_and_table(cu_seqlens_k, max_kv_len)
+            scales_and_plan: tuple[Any, ...] = (None, None, False, None, [])
             return paged_attention(
                 *(q, pages_of(k), pages_of(v), cu_seqlens_q, kv_lens, table, max_q_len, max_kv_len),
-                *(sink, left, right, softcap, scale, None, None, False, None, []),
+                *(sink, left, right, softcap, scale, *scales_and_plan),
             )
     out, lse = _outputs(q, v)
     options = (sink, left, right, softcap, scale, mods, config)
