@@ -147,7 +147,7 @@ def _skip(k_ring, v_ring, fill):
 
 
 @gluon.jit
-def _overlapped(
+def attend_overlapped(
     problem,
     q,
     k_ring,
@@ -261,7 +261,7 @@ def _in_order(
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
 ):
-    """As `_overlapped`, one step after the other: few registers, so that four warpgroups share an
+    """As `attend_overlapped`, one step after the other: few registers, so that four warpgroups share an
     SM, and they overlap each other."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
@@ -351,7 +351,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
         q_ring.arrived(q_fill)
         q = q_ring.tile(q_fill)
         if problem.overlapped:
-            o, weights, v_fill, softmax, fill = _overlapped(
+            o, weights, v_fill, softmax, fill = attend_overlapped(
                 problem,
                 q,
                 k_ring,

@@ -1,0 +1,34 @@
+"""Tile sizes of differential attention, by the dims of keys and values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """k_dim, v_dim: of the tiles; smaller dims are filled up with zeros by the copy engine."""
+
+    k_dim: int
+    v_dim: int
+    block: int  # keys per tile
+    stages: int
+    turns: int  # 2: the warpgroups take turns at the matrix unit, 1: they do not
+    q_stages: int = 2
+    consumer_registers: int = 232
+    producer_registers: int = 40
+    lazy: bool = True
+
+
+CONFIGS = (
+    Config(64, 64, 128, 2, 2),
+    Config(64, 128, 128, 2, 2),
+    Config(128, 128, 128, 2, 2),
+    Config(128, 256, 64, 2, 1, q_stages=1),
+    Config(256, 256, 64, 2, 1, q_stages=1),  # for keys that both queries share
+)
+ROWS = 64  # query rows of a tile, the same ones for both warpgroups
+WIDEST_OF_TWO = 128  # keys of a pair that are not the same one
+
+
+def config_of(k_dim: int, v_dim: int) -> Config:
+    """The smallest that holds them."""
+    return next(c for c in CONFIGS if c.k_dim >= k_dim and c.v_dim >= v_dim)
