@@ -42,6 +42,7 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
         "has_residual": False,
         "has_scales": False,
         "out_unit": 0,
+        "ahead": False,
         **more,
     }
     fixed = dict(constants(config, itemsize=itemsize, **options))
@@ -84,6 +85,7 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
                 ("128x256", {"activation": "silu_and_mul", "has_bias": True}),
                 ("64x128", {"activation": "silu_and_mul", "has_residual": True}),
                 ("128x256", {"out_unit": 1}),
+                ("64x64", {"ahead": True}),
             )
         ),
     ],

@@ -6,6 +6,7 @@ GPU, over the same features.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rooftile.kernels.flags import flags
 from rooftile.kernels.reference import gemm as reference
+from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.planning.stream_k import Product, data_parallel, hybrid, split_k, stream_k
 from tests.support.gluon_sim import load_simulated, simulation
 
@@ -58,10 +60,12 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 def product(
     a: Tensor, b: Tensor, *rest: Any, activation: str = "none", out: Any = None, plan: Any = None,
-    seed: int = 0, residency: int | None = None,
+    seed: int = 0, residency: int | None = None, at_rest: bool = False,
 ) -> Tensor:  # fmt: skip
     bias, residual, scale_a, scale_b = (*rest, None, None, None, None)[:4]
-    with simulation(seed=seed, residency=residency or plan.num_ctas):
+    with simulation(seed=seed, residency=residency or plan.num_ctas), ExitStack() as stack:
+        if at_rest:
+            stack.enter_context(weights_at_rest())
         got: Tensor = FORWARD.matmul(
             *(a, b, bias, residual, scale_a, scale_b, activation, out or a.dtype, False, plan)
         )
@@ -79,6 +83,7 @@ def product(
     layouts=st.tuples(*[st.sampled_from(["row", "column", "inside"])] * 2),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     sms=st.integers(1, 7),
+    at_rest=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_integers_come_out_exactly(
@@ -90,6 +95,7 @@ def test_integers_come_out_exactly(
     layouts: tuple[str, str],
     dtype: torch.dtype,
     sms: int,
+    at_rest: bool,
     seed: int,
 ) -> None:
     """Every slice of k of every tile is there once, whatever the scheme and the order of events."""
@@ -102,6 +108,7 @@ def test_integers_come_out_exactly(
         out=torch.float32,
         plan=planned(config, scheme, m, n, k, sms),
         seed=seed,
+        at_rest=at_rest,
     )
     assert torch.equal(got, (a @ b).float())
 

@@ -82,6 +82,7 @@ def constants(
     has_residual: bool,
     has_scales: bool,
     out_unit: int,
+    ahead: bool,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `matmul_kernel`, in its order."""
     gated = activation.endswith("_and_mul")
@@ -104,4 +105,5 @@ def constants(
         ("has_residual", has_residual),
         ("has_scales", has_scales),
         ("out_unit", out_unit),
+        ("ahead", ahead),
     )

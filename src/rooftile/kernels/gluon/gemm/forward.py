@@ -20,6 +20,7 @@ from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.reference import gemm as reference
+from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
 
@@ -65,7 +66,9 @@ def matmul(
             *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m))
         )
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
+    given = b
     (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
+    copied = b is not given
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     if plan is None:
@@ -87,6 +90,7 @@ def matmul(
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
         out.stride(0),
+        are_weights_at_rest() and not copied,
     )
     if plan.stream_tiles:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
@@ -128,6 +132,7 @@ def _launch(
     scale_dims: tuple[int | None, int | None],
     a_rows: int,  # of a box
     out_stride: int,
+    at_rest: bool,  # b
 ) -> Launch:
     """All that does not depend on where the tensors lie."""
     config = plan.config
@@ -155,6 +160,7 @@ def _launch(
         has_residual=residual_stride is not None,
         has_scales=scale_dims[0] is not None,
         out_unit=0 if addressable else unit // out_dtype.itemsize,
+        ahead=at_rest,
     )
     return Launch(
         matmul_kernel,

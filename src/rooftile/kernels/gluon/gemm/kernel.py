@@ -102,6 +102,7 @@ def matmul_kernel(
     has_residual: gl.constexpr,
     has_scales: gl.constexpr,
     out_unit: gl.constexpr,
+    ahead: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -131,6 +132,7 @@ def matmul_kernel(
         has_bias,
         has_residual,
         has_scales,
+        ahead,
         out_unit,
     )
     shares = Shares(

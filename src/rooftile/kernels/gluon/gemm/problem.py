@@ -37,4 +37,5 @@ class Problem:
     has_bias: gl.constexpr
     has_residual: gl.constexpr
     has_scales: gl.constexpr
+    ahead: gl.constexpr  # b is weights at rest: kernels/weights_at_rest.py
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

@@ -9,34 +9,58 @@ from rooftile.kernels.gluon.tile.ring import first_fill
 
 
 @gluon.jit
-def load_operands(problem, shares, ring, a_desc, b_desc):
-    block_m: gl.constexpr = problem.block_m
-    out_columns: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
+def _load_a(problem, ring, fill, a_desc, row0, k0):
+    if problem.a_by_rows:
+        ring.load_a(fill, a_desc, (row0, k0))
+    else:
+        ring.load_a(fill, a_desc, (k0, row0))
+
+
+@gluon.jit
+def _load_b(problem, ring, fill, b_desc, column0, k0):
     box_columns: gl.constexpr = problem.block_n // problem.b_boxes
-    await_kernels_before()
+    for box in gl.static_range(problem.b_boxes):
+        if problem.gated:  # gate and value in turn, for each warpgroup's columns
+            column = column0 + (box // 2) * box_columns
+            if box % 2 == 1:
+                column += problem.n // 2
+        else:
+            column = column0 + box * box_columns
+        if problem.b_by_rows:
+            ring.load_b(fill, box, b_desc, (k0, column))
+        else:
+            ring.load_b(fill, box, b_desc, (column, k0))
+
+
+@gluon.jit
+def load_operands(problem, shares, ring, a_desc, b_desc):
+    out_columns: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
     fill = first_fill()
     begin, end, whole = shares.first()
+    early = begin * 0  # steps whose weights are loaded before the kernels before have ended
+    if problem.ahead:
+        tile, first, last, _, _ = shares.take(begin, end, whole)
+        tile_n = shares.corner(tile)[1]
+        early = gl.minimum(last - first, ring.stages)
+        at = fill
+        for i in range(first, first + early):
+            ring.acquire(at)
+            _load_b(problem, ring, at, b_desc, tile_n * out_columns, i * problem.block_k)
+            at = ring.after(at)
+    await_kernels_before()
     while (end > begin) | (whole < shares.num_tiles):
         tile, first, last, end, whole = shares.take(begin, end, whole)
         tile_m, tile_n = shares.corner(tile)
-        row0 = tile_m * block_m
+        row0 = tile_m * problem.block_m
         column0 = tile_n * out_columns
-        for i in range(first, last):
+        if problem.ahead:
+            for i in range(first, first + early):
+                _load_a(problem, ring, fill, a_desc, row0, i * problem.block_k)
+                fill = ring.after(fill)
+        for i in range(first + early, last):
             k0 = i * problem.block_k
             ring.acquire(fill)
-            if problem.a_by_rows:
-                ring.load_a(fill, a_desc, (row0, k0))
-            else:
-                ring.load_a(fill, a_desc, (k0, row0))
-            for box in gl.static_range(problem.b_boxes):
-                if problem.gated:  # gate and value in turn, for each warpgroup's columns
-                    column = column0 + (box // 2) * box_columns
-                    if box % 2 == 1:
-                        column += problem.n // 2
-                else:
-                    column = column0 + box * box_columns
-                if problem.b_by_rows:
-                    ring.load_b(fill, box, b_desc, (k0, column))
-                else:
-                    ring.load_b(fill, box, b_desc, (column, k0))
+            _load_a(problem, ring, fill, a_desc, row0, k0)
+            _load_b(problem, ring, fill, b_desc, column0, k0)
             fill = ring.after(fill)
+        early = begin * 0
