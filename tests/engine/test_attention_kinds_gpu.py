@@ -119,3 +119,17 @@ def test_bfloat16_gives_the_same_probabilities(
         end += len(text) - 1
         for entry in entries[0][end - 40 : end]:
             assert entry.top[0][1] - entry.logprob < 6 * TOLERANCE
+
+
+def test_beside_an_ordinary_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, by turns, each on its own graphs."""
+    cpu, gpu = pair("dual chunk", tmp_path, monkeypatch, dtype="float32", max_num_seqs=8)
+    plain = LLM(str(tmp_path), device="cuda", dtype="float32", random_weights=True, num_pages=200)
+    short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    alone = plain.generate([prompts()[1]], short)[0].outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens: list[int] = []
+    for output in gpu.stream(prompts()[-4], params):
+        tokens = output.outputs[0].token_ids
+        assert plain.generate([prompts()[1]], short)[0].outputs[0].token_ids == alone
+    assert tokens == cpu.generate([prompts()[-4]], params)[0].outputs[0].token_ids

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.kernels.reference import attention as attention_reference
 from rooftile.kernels.reference import differential as reference
+from rooftile.kernels.torch.differential import stack_queries
 from tests.ops.test_paged import fill
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.kernels.gluon import differential as hopper
 from rooftile.kernels.triton import differential as kernel
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -168,24 +166,11 @@ def test_paged(
     assert_close(kernel.paged_differential_attention(*tensors, *rest), exact)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("per_token", [False, True])
-def test_one_launch_of_plain_attention(
-    interleaved: bool, shared: bool, per_token: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What goes to Hopper's attention kernel, and what is made of its results."""
-    monkeypatch.setattr(hopper, "plain", SimpleNamespace(attention=attention_reference.attention))
+@pytest.mark.parametrize(("pairs", "dim"), [(1, 8), (3, 5), (40, 128), (16, 64)])
+def test_queries_stacked(pairs: int, dim: int, shared: bool) -> None:
     g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 9, 4, 2, 8, generator=g), torch.randn(2, 9, 2, 2, 8, generator=g)
-    v = torch.randn(2, 9, 2, 16, generator=g)
-    lam = torch.rand((2, 9, 4) if per_token else (4,), generator=g)
-    k1, k2 = k.unbind(-2)
-    if not interleaved:
-        k1, k2 = k1.contiguous(), k2.contiguous()
-    both = hopper.both_keys(k1, k2)
-    assert torch.equal(both, torch.cat((k1, k2), -1))
-    assert (both.data_ptr() == k.data_ptr()) == interleaved
-    tensors = (q[..., 0, :], k1, q[..., 1, :], None if shared else k2, v, lam)
-    exact = reference.differential_attention(*map(wide, tensors), -1, 0, 0.3)
-    assert_close(hopper.differential_attention(*tensors, -1, 0, 0.3), exact)
+    q = torch.randn(7, 2 * pairs, dim, generator=g)
+    for q1, q2 in ((q[:, 0::2], q[:, 1::2]), q.chunk(2, 1), (q[:0, 0::2], q[:0, 1::2])):
+        got = kernel.stack_queries(q1, q2, shared)
+        assert torch.equal(got, stack_queries(q1, q2, shared))

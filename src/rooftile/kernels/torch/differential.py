@@ -81,9 +81,10 @@ def differential_attention_varlen(
 def over_pages(
     attention: Callable[..., tuple[Tensor, Tensor]],
     subtract: Callable[[Tensor, Tensor, Tensor], Outputs],
+    stack: Callable[[Tensor, Tensor, bool], Tensor] = stack_queries,
 ) -> Callable[..., Outputs]:
     """`paged_differential_attention` as one call of a family's `paged_attention`, whose pages hold the
-    keys of a pair side by side, and that family's way to subtract.
+    keys of a pair side by side, and that family's ways to stack and to subtract.
     """
 
     def paged_differential_attention(
@@ -103,7 +104,7 @@ def over_pages(
         plan: Tensor | None = None,
         split: Sequence[int] = (),
     ) -> Outputs:  # [tokens, num_q_pairs, v_dim], [tokens, num_q_pairs] twice
-        q = stack_queries(q1, q2, k_pages.shape[3] == q1.shape[2])
+        q = stack(q1, q2, k_pages.shape[3] == q1.shape[2])
         out, lse = attention(
             q,
             k_pages,

@@ -457,6 +457,56 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
+def _stack_kernel(
+    q1,
+    q2,
+    out,  # [tokens, 2 * pairs, width], the two queries of a pair adjacent
+    q1_stride,
+    q1_pair_stride,
+    q2_stride,
+    q2_pair_stride,
+    num_pairs,
+    k_dim,
+    width,  # k_dim, or 2 * k_dim: each query then stands in its own half, zeros in the other
+    pairs_tile: tl.constexpr,
+    width_tile: tl.constexpr,
+):
+    """Program (token, tile of pairs)."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(1) * pairs_tile + tl.arange(0, pairs_tile)[:, None]
+    column = tl.arange(0, width_tile)[None, :]
+    present = pair < num_pairs
+    at1 = q1 + token * q1_stride + pair.to(tl.int64) * q1_pair_stride + column
+    first = tl.load(at1, mask=present & (column < k_dim), other=0.0)
+    begins = width - k_dim
+    at2 = q2 + token * q2_stride + pair.to(tl.int64) * q2_pair_stride + (column - begins)
+    second = tl.load(at2, mask=present & (column >= begins) & (column < width), other=0.0)
+    to = out + (token * num_pairs + pair) * 2 * width + column
+    inside = present & (column < width)
+    tl.store(to, first, mask=inside)
+    tl.store(to + width, second, mask=inside)
+
+
+def stack_queries(q1: Tensor, q2: Tensor, shared_keys: bool) -> Tensor:
+    """[tokens, pairs, k_dim] both -> [tokens, 2 * pairs, k_dim or 2 * k_dim], as the torch family's."""
+    tokens, num_pairs, k_dim = q1.shape
+    width = k_dim if shared_keys else 2 * k_dim
+    stacked = q1.new_empty(tokens, 2 * num_pairs, width)
+    if stacked.numel() == 0:
+        return stacked
+    q1, q2 = unit_stride(q1), unit_stride(q2)
+    width_tile = triton.next_power_of_2(width)
+    pairs_tile = max(1, min(triton.next_power_of_2(num_pairs), 2048 // width_tile))
+    with torch.cuda.device(q1.device) if q1.is_cuda else nullcontext():
+        _stack_kernel[(tokens, triton.cdiv(num_pairs, pairs_tile))](
+            *(q1, q2, stacked, *q1.stride()[:2], *q2.stride()[:2], num_pairs, k_dim, width),
+            pairs_tile=pairs_tile,
+            width_tile=width_tile,
+        )
+    return stacked
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def _subtract_kernel(
     stacked,  # [tokens, 2 * pairs, v_dim]
     stacked_lse,  # [tokens, 2 * pairs]
@@ -508,7 +558,7 @@ def subtract(stacked: Tensor, stacked_lse: Tensor, lam: Tensor) -> Outputs:
     return out, lse1, lse2
 
 
-paged_differential_attention = over_pages(paged.paged_attention, subtract)
+paged_differential_attention = over_pages(paged.paged_attention, subtract, stack_queries)
 
 
 def supports(call: Any) -> str | None:

@@ -37,6 +37,12 @@ def subtract(out: Tensor, lse: Tensor, lam: Tensor) -> Outputs:
     return subtract(out, lse, lam)
 
 
+def stack(q1: Tensor, q2: Tensor, shared_keys: bool) -> Tensor:
+    from rooftile.kernels.triton.differential import stack_queries
+
+    return stack_queries(q1, q2, shared_keys)
+
+
 def paged_supports(call: Any) -> str | None:
     keys = call.k_dim if call.shared_keys else 2 * call.k_dim
     return paged.supports(SimpleNamespace(**{**vars(call), "k_dim": keys, "kv_dtype": None}))
@@ -48,6 +54,6 @@ KERNELS = {
         differential_attention_varlen, supports, efficiency=0.7
     ),
     "paged_differential_attention": Kernel(
-        over_pages(paged.paged_attention, subtract), paged_supports, efficiency=0.8
+        over_pages(paged.paged_attention, subtract, stack), paged_supports, efficiency=0.8
     ),
 }
