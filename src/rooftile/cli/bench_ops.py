@@ -106,7 +106,9 @@ def bench_ops(
     console, machine = Console(highlight=False), host()
     known = MACHINES.get(machine.slug) if bool(machine.gpus) == (where.type == "cuda") else None
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    chosen_peers = _names(peers)
+    on_gpu = where.type == "cuda"
+    chosen_peers = _names(peers) or list(suite.beside if on_gpu else ())
+    bandwidth = suite.bandwidth(where) if suite.bandwidth is not None and on_gpu else None
     results: list[Measured] = []
     for filed_under, case in suite.cases(_names(cases) or default):
         with console.status(case):
@@ -130,7 +132,9 @@ def bench_ops(
             f"{max(row.error for row in rows):.1e}",
             soft_wrap=True,
         )
-        print_whole(console, _table(results, chosen_peers))
+        if bandwidth is not None:
+            console.print(f"reading alone, 4 GiB in this run: {bandwidth / 1e12:.2f} TB/s")
+        print_whole(console, _table(results, chosen_peers, bandwidth))
     if save and rows:
         console.print(f"appended to {path}", markup=False, soft_wrap=True)
     if plot is not None:
@@ -146,14 +150,18 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _table(results: list[Measured], peers: list[str]) -> Table:
-    """One line for each kernel of a case; `/ peer` is the peer's time over ours."""
+def _table(results: list[Measured], peers: list[str], bandwidth: float | None = None) -> Table:
+    """One line for each kernel of a case; `/ peer` is the peer's time over ours.
+
+    bandwidth: bytes a second that reading alone reaches, for a column with the share of it.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("case, kernel", no_wrap=True)
-    for name in ("us", "+-", "TFLOP/s", *(f"/ {peer}" for peer in peers), "of roofline"):
+    reading = () if bandwidth is None else ("TB/s", "of reading")
+    for name in ("us", "+-", "TFLOP/s", *reading, *(f"/ {peer}" for peer in peers), "of roofline"):
         table.add_column(name, justify="right", no_wrap=True)
     ratios: dict[tuple[str, str], list[float]] = {}
     for measured in results:
@@ -167,6 +175,7 @@ def _table(results: list[Measured], peers: list[str]) -> Table:
                 _number(row.us),
                 f"{(row.us_p80 - row.us_p20) / 2 / row.us:.0%}",
                 _number(row.tflops),
+                *(() if bandwidth is None else _rate(row.tbps, bandwidth)),
                 *(f"{row.peers[p] / row.us:.2f}" if p in row.peers else "" for p in peers),
                 "" if row.roofline_share is None else f"{row.roofline_share:.0%} {row.bound}",
             )
@@ -174,8 +183,12 @@ def _table(results: list[Measured], peers: list[str]) -> Table:
         table.add_row("geometric mean", style="bold")
     for kernel in dict.fromkeys(kernel for kernel, _ in ratios):
         means = [ratios.get((kernel, peer), []) for peer in peers]
-        table.add_row(f"  {kernel}", "", "", "", *(_mean(values) for values in means))
+        table.add_row(f"  {kernel}", *[""] * (3 + len(reading)), *(_mean(v) for v in means))
     return table
+
+
+def _rate(tbps: float, bandwidth: float) -> tuple[str, str]:
+    return _number(tbps), f"{tbps * 1e12 / bandwidth:.0%}"
 
 
 def _mean(ratios: list[float]) -> str:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from rooftile.bench.ops.paged import GROUPS, PLAN_SUITE, SUITE, inputs, make
+from rooftile.bench.ops.run import measure
 from rooftile.bench.ops.suite import WrongResult
+from rooftile.cli.bench_ops import _table
 from rooftile.planning.decode_case import decode_case
 
 CPU = torch.device("cpu")
@@ -85,3 +87,14 @@ def test_plans_are_made_on_a_cpu_too() -> None:
     words[0] += 1
     with pytest.raises(WrongResult, match=r"not that of planning.split_kv"):
         problem.check(words)
+
+
+def test_the_table_has_the_share_of_what_reading_reaches() -> None:
+    name = "b2 70 h4/2 d16 page4"
+    measured = measure(
+        "paged", make(name, CPU, torch.float32, ["reference"], []), CPU, machine=None
+    )
+    table = _table([measured], [], bandwidth=measured.rows[0].tbps * 2e12)
+    column = next(c for c in table.columns if c.header == "of reading")
+    assert list(column.cells) == ["", "50%"]
+    assert "of reading" not in [c.header for c in _table([measured], []).columns]

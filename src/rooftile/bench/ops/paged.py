@@ -151,7 +151,22 @@ def make(
     return Problem(case.name, case.work(), runs, others, absent, check)
 
 
-SUITE = Suite("paged", GROUPS, gpu=("forward",), cpu=("cpu",), peers=PEERS, make=make)
+def _bandwidth(device: torch.device) -> float:
+    from rooftile.bench.ops.stream import bandwidth  # which needs Triton
+
+    return bandwidth(device)
+
+
+SUITE = Suite(
+    "paged",
+    GROUPS,
+    gpu=("forward",),
+    cpu=("cpu",),
+    peers=PEERS,
+    make=make,
+    bandwidth=_bandwidth,
+    beside=("read",),
+)
 
 
 def _ours(made: Inputs, family: str) -> Run:

@@ -62,6 +62,9 @@ class Suite:
     """groups: name -> cases; gpu, cpu: the groups that run when none is asked for.
 
     make: (case, device, dtype, kernels or None for all that support it, peers) -> `Problem`.
+    bandwidth: of a suite that memory binds: device -> bytes a second that reading alone reaches,
+        measured when it is called.
+    beside: peers that are timed on a GPU when none is asked for.
     build: (case, dtype, family) -> calls that family's host code on CPU tensors without contents,
         inside `rooftile.kernels.offline`; families: those that are compiled.
     """
@@ -74,6 +77,8 @@ class Suite:
     make: Callable[[str, torch.device, torch.dtype, Sequence[str] | None, Sequence[str]], Problem]
     families: tuple[str, ...] = ()
     build: Callable[[str, torch.dtype, str], None] | None = None
+    bandwidth: Callable[[torch.device], float] | None = None
+    beside: tuple[str, ...] = ()
 
     def cases(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """(name that rows are filed under, case); groups are replaced by their cases.
