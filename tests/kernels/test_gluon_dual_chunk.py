@@ -1,4 +1,4 @@
-"""Dual chunk attention over pages on Hopper, in the simulator, against float64.
+"""Dual chunk attention on Hopper, dense and over pages, in the simulator, against float64.
 
 tests/ops/test_dual_chunk_gpu.py runs the same on a GPU, through the operators.
 """
@@ -17,18 +17,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftile.kernels.chunk_requests import cut_at_chunks
-from rooftile.kernels.reference.dual_chunk import paged_dual_chunk_attention as reference
+from rooftile.kernels.reference import dual_chunk as reference
+from rooftile.ops.dual_chunk import DualChunkCall
 from rooftile.planning.split_kv import plan
 from tests.kernels.test_gluon_attention import assert_close
 from tests.kernels.test_gluon_paged import CONFIG, KERNEL, Batch
-from tests.support.gluon_sim import simulation
+from tests.support.gluon_sim import load_simulated, simulation
 
+DENSE = load_simulated("rooftile.kernels.gluon.dual_chunk.forward")
 Lengths = Sequence[tuple[int, int]]  # query, keys
 
 
 @pytest.fixture(autouse=True)
 def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNEL, "_ctas", lambda device: 3)
+    monkeypatch.setattr(DENSE, "multiprocessors", lambda device: 3)
 
 
 def check(
@@ -45,7 +48,7 @@ def check(
     wide = [x.double() for x in (*queries, *pages)]
     most = batch.max_q_len, batch.max_kv_len
     arguments: tuple[Any, ...] = (*wide, *lengths, *most, chunk_len, softcap, 0.125)
-    exact = reference(*arguments)
+    exact = reference.paged_dual_chunk_attention(*arguments)
     pieces = cut_at_chunks(*lengths, batch.q.shape[0], chunk_len)
     starts, lens = pieces[0].tolist(), pieces[1].tolist()
     q_lens = [b - a for a, b in itertools.pairwise(starts)]
@@ -114,3 +117,56 @@ def test_prefill_and_decode_together(
 def test_any_order_of_events(seed: int) -> None:
     batch = Batch([(1, 700), (2, 129), (1, 0), (1, 333)], (4, 1), (128, 128), 16, seed=seed)
     check(batch, 128, seed=seed)
+
+
+def check_dense(
+    lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], chunk_len: int,
+    softcap: float = 0.0, scale: float = 0.125, seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(2, lengths[0], heads[0], dims[0])] * 3
+    shapes += [(2, lengths[1], heads[1], dim) for dim in dims]
+    tensors = [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+    options = (chunk_len, softcap, scale)
+    exact = reference.dual_chunk_attention(*(x.double() for x in tensors), *options)
+    with simulation(seed=seed, residency=1):
+        got = DENSE.dual_chunk_attention(*tensors, *options)
+    assert_close(got, exact)
+
+
+@settings(max_examples=25)
+@given(
+    q_len=st.sampled_from([1, 64, 127, 128, 129, 257, 400]),
+    kv_len=st.sampled_from([1, 63, 127, 128, 129, 256, 257, 385, 500]),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2)]),
+    dims=st.sampled_from([(64, 64), (128, 128), (96, 40), (256, 256)]),
+    chunk_len=st.sampled_from([128, 256, 384]),
+    softcap=st.sampled_from([0.0, 0.0, 15.0]),
+    scale=st.sampled_from([0.125, 0.125, -0.2, 0.0]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_dense(
+    q_len: int, kv_len: int, heads: tuple[int, int], dims: tuple[int, int], chunk_len: int,
+    softcap: float, scale: float, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    check_dense((q_len, kv_len), heads, dims, chunk_len, softcap, scale, seed, dtype)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_events_without_pages(seed: int) -> None:
+    if seed % 2:
+        check_dense((200, 300), (2, 1), (128, 128), 128, seed=seed)
+    else:
+        check_dense((100, 200), (2, 1), (256, 256), 64, seed=seed)
+
+
+def test_reasons_for_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    call = DualChunkCall("cuda", torch.bfloat16, 4, 2, 128, 128, 1280, False)
+    assert DENSE.supports(call) is None
+    assert DENSE.supports(replace(call, chunk_len=100)) == (
+        "chunks of 100 tokens are no whole blocks of 128 keys"
+    )
+    assert DENSE.supports(replace(call, k_dim=256, v_dim=256, chunk_len=64)) is None

@@ -6,10 +6,8 @@ TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_dual_chunk.py
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.kernels.reference import attention as attention_reference
 from rooftile.kernels.reference import dual_chunk as reference
 from rooftile.kernels.reference import dual_chunk_rotary as rotary_reference
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
@@ -29,7 +26,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.kernels.gluon import dual_chunk as hopper
 from rooftile.kernels.triton import dual_chunk as kernel
 from rooftile.kernels.triton import dual_chunk_rotary
 
@@ -189,19 +185,3 @@ def test_queries(
     rest = (at, at + 77 if whole else None, table, interleaved, 39, 9, original)
     exact = rotary_reference.dual_chunk_rotary(q.double(), *rest)
     assert_rows_close(dual_chunk_rotary.dual_chunk_rotary(q, *rest), exact, dtype)
-
-
-@pytest.mark.parametrize("chunk_len", [7, 16, 40, 100])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(50, 50), (1, 33), (20, 50), (60, 50), (9, 8)])
-def test_pairs_of_chunks_merged(
-    chunk_len: int, q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What goes to Hopper's attention kernel, and what is made of its results."""
-    stand_in = SimpleNamespace(attention=attention_reference.attention)
-    monkeypatch.setattr(hopper, "plain", stand_in)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    g = torch.Generator().manual_seed(0)
-    queries = [torch.randn(2, q_len, 6, 12, generator=g) for _ in range(3)]
-    k, v = (torch.randn(2, kv_len, 2, 12, generator=g) for _ in range(2))
-    exact = reference.dual_chunk_attention(*map(wide, (*queries, k, v)), chunk_len, 0.0, 0.3)
-    assert_close(hopper.dual_chunk_attention(*queries, k, v, chunk_len, 0.0, 0.3), exact)

@@ -1,0 +1,176 @@
+"""The kernel: shared memory, barriers, and the split into roles."""
+# mypy: disable-error-code="no-untyped-def"
+
+from functools import cache
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from rooftile.kernels.gluon.attention.config import Config
+from rooftile.kernels.gluon.dual_chunk.problem import FIELDS, ChunkProblem
+from rooftile.kernels.gluon.dual_chunk.roles import attend, load_tiles
+from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
+from rooftile.kernels.gluon.tile.ring import new_ring
+from rooftile.kernels.gluon.tile.schedule import new_queue
+
+_UNSPECIALISED = [
+    *("lse", "counter", "num_tiles", "num_heads", "group_size", "q_len", "kv_len", "q_tiles"),
+    *("num_rows_of_heads", "section", "left", "right", "chunk", "first_rows", "first_tiles"),
+    "chunk_tiles",
+]
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALISED)
+def dual_chunk_kernel(
+    intra_desc,
+    succ_desc,
+    inter_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse,  # pointer, see ChunkProblem
+    counter,  # pointer to two int32 that are 0
+    num_tiles,
+    num_heads,
+    group_size,
+    q_len,
+    kv_len,
+    q_tiles,
+    num_rows_of_heads,
+    section,
+    left,
+    right,
+    chunk,
+    first_rows,
+    first_tiles,
+    chunk_tiles,
+    factor,
+    softcap,
+    k_dim: gl.constexpr,
+    v_dim: gl.constexpr,
+    groups: gl.constexpr,
+    block: gl.constexpr,
+    stages: gl.constexpr,
+    turns: gl.constexpr,
+    lazy: gl.constexpr,
+    software_share: gl.constexpr,
+    own_output: gl.constexpr,
+    consumer_registers: gl.constexpr,
+    producer_registers: gl.constexpr,
+    dynamic: gl.constexpr,
+    has_softcap: gl.constexpr,
+):
+    """Dual chunk attention. Launched with four warps; the other roles are added here."""
+    problem = ChunkProblem(
+        lse,
+        num_tiles,
+        num_heads,
+        group_size,
+        q_len,
+        kv_len,
+        q_tiles,
+        num_rows_of_heads,
+        section,
+        left,
+        right,
+        chunk,
+        first_rows,
+        first_tiles,
+        chunk_tiles,
+        factor,
+        softcap,
+        False,
+        True,
+        has_softcap,
+        groups,
+        block,
+        turns,
+        lazy,
+        software_share,
+        own_output,
+    )
+    # With room for outputs of their own, Q tiles are loaded one ahead.
+    q_ring = new_ring(intra_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups, 1)
+    k_ring = new_ring(k_desc, block, k_dim, stages, groups)
+    v_ring = new_ring(v_desc, block, v_dim, stages, groups)
+    if own_output:
+        o_tiles = gl.allocate_shared_memory(
+            o_desc.dtype,
+            [groups] + o_desc.block_shape,  # noqa: RUF005
+            o_desc.layout,
+        )
+    else:
+        o_tiles = q_ring.buffers
+    queue = new_queue(counter, FIELDS, groups, dynamic)
+    fence_async_shared()
+    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
+    if groups == 2:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                ),
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                ),
+                (
+                    load_tiles,
+                    (
+                        problem, queue, intra_desc, succ_desc, inter_desc, k_desc, v_desc, q_ring,
+                        k_ring, v_ring,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [consumer_registers, producer_registers],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                ),
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                ),
+                (
+                    attend,
+                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(2)),
+                ),
+                (
+                    load_tiles,
+                    (
+                        problem, queue, intra_desc, succ_desc, inter_desc, k_desc, v_desc, q_ring,
+                        k_ring, v_ring,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [consumer_registers, consumer_registers, producer_registers],
+        )  # fmt: skip
+
+
+@cache
+def constants(config: Config, dynamic: bool, has_softcap: bool) -> tuple[tuple[str, Any], ...]:
+    """The compile-time arguments of `dual_chunk_kernel`, in its order."""
+    return (
+        ("k_dim", config.dim),
+        ("v_dim", config.dim),
+        ("groups", config.groups),
+        ("block", config.block),
+        ("stages", config.stages),
+        ("turns", config.turns),
+        ("lazy", config.lazy),
+        ("software_share", config.software_share),
+        ("own_output", config.own_output),
+        ("consumer_registers", config.consumer_registers),
+        ("producer_registers", config.producer_registers),
+        ("dynamic", dynamic),
+        ("has_softcap", has_softcap),
+    )
