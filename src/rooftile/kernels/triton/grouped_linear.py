@@ -17,7 +17,7 @@ from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
 
 
-@triton.jit(do_not_specialize=["groups", "out_features", "in_features"])
+@triton.jit(do_not_specialize=["groups"])
 def grouped_linear_kernel(
     x,
     weight,
