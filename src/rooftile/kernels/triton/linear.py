@@ -29,7 +29,7 @@ from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 MOST_ROWS = 4
-LINE = tl.constexpr(128)  # bytes of a cache line
+MOST_JOINED = 16 << 20  # bytes of a weight whose programs compute the norm before it by themselves
 
 
 class Tiles(NamedTuple):
@@ -37,20 +37,22 @@ class Tiles(NamedTuple):
 
     out: int  # output features; of each half where there is a gate
     inner: int  # of the inner dimension; 16 bytes a thread, so that all features share its inputs
-    depth: int  # tiles in registers, 1 or 2
-    fetched: int  # bytes of the weight that a launch asks into L2
-    fetching: int  # programs that do so
+    depth: int  # tiles that are on their way: 1, 2 or 4
 
 
 @triton.jit
-def _fetch(weight, first, nbytes, threads: tl.constexpr):
-    """Asks for `nbytes` from byte `first` on, into L2."""
-    at = weight.to(tl.int64) + first + tl.arange(0, threads) * LINE
-    for start in range(0, nbytes, threads * LINE):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [at + start],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _weights(
+    tile, second, exists, start, k, in_features,
+    gate: tl.constexpr, ragged: tl.constexpr,
+):  # fmt: skip
+    """The tile of the weight from `start` on, and that of the values where there is a gate."""
+    # They are read once, so they leave the caches first.
+    more = exists & (start + k < in_features) if ragged else exists & (start < in_features)
+    w = tl.load(tile + start, mask=more, other=0.0, eviction_policy="evict_first")
+    v = w
+    if gate != "":
+        v = tl.load(tile + second + start, mask=more, other=0.0, eviction_policy="evict_first")
+    return w, v
 
 
 @triton.jit
@@ -95,7 +97,7 @@ def _finish(
     tl.store(out + n, y.to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["fetched", "fetching"])
+@triton.jit
 def few_rows_kernel(
     x,
     residual,
@@ -110,12 +112,10 @@ def few_rows_kernel(
     in_features,
     eps,
     offset,
-    fetched,  # bytes of the weight that each of the first programs asks into L2
-    fetching,  # those programs
     rows: tl.constexpr,
     tile_out: tl.constexpr,
     tile_in: tl.constexpr,
-    depth: tl.constexpr,  # tiles on their way: 1 or 2
+    depth: tl.constexpr,  # tiles on their way: 1, 2 or 4
     ragged: tl.constexpr,  # tile_in does not divide in_features
     has_bias: tl.constexpr,
     has_norm: tl.constexpr,
@@ -135,29 +135,14 @@ def few_rows_kernel(
         cuda.gdc_launch_dependents()
         if not ahead:
             cuda.gdc_wait()
-    # The weights are read once: they leave the caches first.
-    more = exists & (k < in_features) if ragged else exists
-    w0 = tl.load(tile, mask=more, other=0.0, eviction_policy="evict_first")
-    v0 = w0
-    if gate != "":
-        v0 = tl.load(tile + second, mask=more, other=0.0, eviction_policy="evict_first")
-    w1, v1 = w0, v0
+    w0, v0 = _weights(tile, second, exists, 0, k, in_features, gate, ragged)
+    w1, v1, w2, v2, w3, v3 = w0, v0, w0, v0, w0, v0
     if depth > 1:
-        more = exists & (tile_in + k < in_features) if ragged else exists & (tile_in < in_features)
-        w1 = tl.load(tile + tile_in, mask=more, other=0.0, eviction_policy="evict_first")
-        v1 = w1
-        if gate != "":
-            v1 = tl.load(
-                tile + second + tile_in, mask=more, other=0.0, eviction_policy="evict_first"
-            )
+        w1, v1 = _weights(tile, second, exists, tile_in, k, in_features, gate, ragged)
+    if depth > 2:
+        w2, v2 = _weights(tile, second, exists, 2 * tile_in, k, in_features, gate, ragged)
+        w3, v3 = _weights(tile, second, exists, 3 * tile_in, k, in_features, gate, ragged)
     if overlapped and ahead:
-        if program < fetching:
-            size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            _fetch(weight, program.to(tl.int64) * fetched, fetched, tile_in * size // 16)
-            if gate != "":
-                _fetch(
-                    weight + second, program.to(tl.int64) * fetched, fetched, tile_in * size // 16
-                )
         cuda.gdc_wait()
     total0 = tl.zeros([tile_out, tile_in], tl.float32)
     total1, total2, total3 = total0, total0, total0
@@ -165,17 +150,15 @@ def few_rows_kernel(
     square0 = tl.zeros([1, tile_in], tl.float32)
     square1, square2, square3 = square0, square0, square0
     for start in range(0, in_features, tile_in):
-        w, v = w0.to(tl.float32), v0.to(tl.float32)
-        w0, v0 = w1, v1
+        w, v = w0, v0
+        w0, v0, w1, v1, w2, v2 = w1, v1, w2, v2, w3, v3
         coming = start + depth * tile_in
-        more = exists & (coming + k < in_features) if ragged else exists & (coming < in_features)
-        w1 = tl.load(tile + coming, mask=more, other=0.0, eviction_policy="evict_first")
-        if gate != "":
-            v1 = tl.load(
-                tile + second + coming, mask=more, other=0.0, eviction_policy="evict_first"
-            )
+        w3, v3 = _weights(tile, second, exists, coming, k, in_features, gate, ragged)
         if depth == 1:
-            w0, v0 = w1, v1
+            w0, v0 = w3, v3
+        if depth == 2:
+            w1, v1 = w3, v3
+        w, v = w.to(tl.float32), v.to(tl.float32)
         at = start + k
         inside = at < in_features if ragged else at >= 0
         g = 1.0
@@ -261,9 +244,12 @@ def normed_linear(
     bias: Tensor | None,  # [out_features]
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    if _is_small(_rows(x), x.shape[-1]) and weight.stride(1) == 1:
+    few = _is_small(_rows(x), x.shape[-1]) and weight.stride(1) == 1
+    if few and _joins_norm(weight):
         return _few_rows(x, weight, bias, residual, norm_weight, eps, weight_offset, activation)
     y, stream = rms_norm(x, norm_weight, residual, eps, weight_offset)
+    if few:
+        return _few_rows(y, weight, bias, activation=activation)[0], stream
     y = F.linear(y, weight, bias)
     return (gated_activation(y, activation) if activation else y), stream
 
@@ -296,7 +282,6 @@ def _few_rows(
             *(out if norm_weight is None else norm_weight, weight),
             *(out if bias is None else bias, out, stream, flat.stride(0), weight.stride(0)),
             *(out_features, in_features, eps, float(weight_offset)),
-            *(tiles.fetched // max(tiles.fetching, 1), tiles.fetching),
             rows=rows,
             tile_out=tiles.out,
             tile_in=tiles.inner,
@@ -307,6 +292,7 @@ def _few_rows(
             has_residual=residual is not None,
             gate=activation,
             ahead=are_weights_at_rest(),
+            num_warps=tiles.inner * weight.element_size() // 512,  # 16 bytes a thread
             **overlap(x),
         )
     return out, stream
@@ -317,11 +303,17 @@ def _is_small(rows: int, in_features: int) -> bool:
     return 0 < rows <= MOST_ROWS and in_features > 0 and in_features % 16 == 0
 
 
+def _joins_norm(weight: Tensor) -> bool:
+    """Whether each program computes the norm before it; else it is a launch of its own."""
+    return weight.nbytes <= MOST_JOINED
+
+
 def _tiles(rows: int, out_features: int, weight: Tensor, activation: str, has_norm: bool) -> Tiles:
     inner = 128 * 16 // weight.element_size()  # of four warps
+    if rows == 1 and not has_norm:
+        return Tiles(1, inner, 2)  # few registers: as many programs as a multiprocessor takes
     # Sums of rows and gates are in registers.
-    out = 4 // (2 if rows > 2 else 1) // (2 if activation else 1)
-    return Tiles(out, inner, 2, 0, 0)
+    return Tiles(4 // (2 if rows > 2 else 1) // (2 if activation else 1), inner, 1)
 
 
 def supports(call: Any) -> str | None:
