@@ -97,3 +97,17 @@ def test_threads_and_neighbours_change_no_bit() -> None:
     expected = run(1)
     for threads in (2, 3, 16):
         assert torch.equal(run(threads), expected)
+
+
+@pytest.mark.parametrize("steepness", [-1.0, 0.02, 1.0])
+def test_scores_far_apart_and_growing_along_the_keys(steepness: float) -> None:
+    """Rows take new largest scores again and again, or the first keys outweigh all others."""
+    g = torch.Generator().manual_seed(2)
+    paged = fill(g, [(1, 1000), (1, 300), (2, 640)], (9, 3), (64, 64), 16, torch.bfloat16)
+    for i, k in enumerate(paged.k):
+        position = torch.arange(k.shape[0])
+        k.copy_(k.abs() * (steepness * position / 10 - 20)[:, None, None])
+        pages = paged.batch.page_table[i].long()[position // 16]
+        paged.k_pages[pages, :, position % 16] = k
+    paged.q.abs_()
+    check(paged, torch.bfloat16, "cpu", causal=True)

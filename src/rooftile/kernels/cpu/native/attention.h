@@ -84,6 +84,7 @@ struct Item {
 
 struct Partials {
     float* values;  // of each part: [rows][v_padded] sums, then largest scores, then denominators
+    int64_t rows;   // the most that an item cut into parts has
     int64_t each;
     std::atomic<int32_t>* finished;  // parts of each split
     const int32_t* start;            // of each split: its first part
@@ -109,9 +110,10 @@ inline void finish_row(const Attention& a, int64_t token, int64_t head, const fl
     if (a.lse) a.lse[at] = denominator == 0 ? -INFINITY : most + std::log(denominator);
 }
 
-// The sums of one key head's rows go to the result, or to the other parts' ones.
+// The sums of one key head's rows go to the result, or to the other parts' ones: in `own` where this thread
+// computes all of them.
 inline void deliver(const Attention& a, const Item& item, int32_t kv_head, const Partials& partials,
-                    float* sums, const float* most, const float* totals) {
+                    float* sums, const float* most, const float* totals, float* own = nullptr) {
     int64_t group = a.num_q_heads / a.num_kv_heads, begin = a.cu_seqlens_q[item.request];
     int64_t v_padded = up(a.v_dim, TILE);
     auto finish = [&](int r, float peak, float denominator) {
@@ -123,26 +125,28 @@ inline void deliver(const Attention& a, const Item& item, int32_t kv_head, const
         return;
     }
     int32_t split = item.split + kv_head - item.kv_head;
-    float* all = partials.values + partials.start[split] * partials.each;
-    float* mine = all + item.part * partials.each;
+    int64_t each = partials.each, peaks = partials.rows * v_padded, denominators = peaks + partials.rows;
+    float* all = own ? own : partials.values + partials.start[split] * each;
+    float* mine = all + item.part * each;
     for (int r = 0; r < item.rows; ++r) {
         memcpy(mine + r * v_padded, sums + r * v_padded, static_cast<size_t>(v_padded) * 4);
-        mine[ROWS * v_padded + r] = most[r];
-        mine[ROWS * (v_padded + 1) + r] = sum(load(totals + r * TILE));
+        mine[peaks + r] = most[r];
+        mine[denominators + r] = sum(load(totals + r * TILE));
     }
     // Whoever finishes a split merges all its parts, always in their order.
-    if (partials.finished[split].fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
+    int32_t done = own ? item.part : partials.finished[split].fetch_add(1, std::memory_order_acq_rel);
+    if (done + 1 < item.parts) return;
     for (int r = 0; r < item.rows; ++r) {
         float peak = -INFINITY, denominator = 0;
         for (int p = 0; p < item.parts; ++p) {
-            float one = all[p * partials.each + ROWS * v_padded + r];
+            float one = all[p * each + peaks + r];
             peak = one > peak ? one : peak;
         }
         for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] = 0;
         for (int p = 0; p < item.parts; ++p) {
-            const float* one = all + p * partials.each;
-            float top = one[ROWS * v_padded + r], factor = top > -INFINITY ? std::exp(top - peak) : 0;
-            denominator += factor * one[ROWS * (v_padded + 1) + r];
+            const float* one = all + p * each;
+            float top = one[peaks + r], factor = top > -INFINITY ? std::exp(top - peak) : 0;
+            denominator += factor * one[denominators + r];
             for (int64_t i = 0; i < v_padded; ++i) sums[r * v_padded + i] += factor * one[r * v_padded + i];
         }
         finish(r, peak, denominator);
@@ -331,6 +335,7 @@ void attention(const Attention& a, int threads) {
     std::vector<Item> items;
     std::vector<int32_t> starts;
     int32_t parts_in_all = 0;
+    int64_t cut_rows = 0;
 #if ROOFTILE_BF16
     bool paired = a.dtype == BFLOAT16, few = few_fits(a);
 #else
@@ -358,6 +363,7 @@ void attention(const Attention& a, int threads) {
             end = end > kv_len ? kv_len : end;
             if (end < first) end = first;
             bool cut = rows <= ROWS && end - first > LONG;
+            if (cut && rows > cut_rows) cut_rows = rows;
             int64_t base = first / TILE * TILE;
             int32_t parts = cut ? static_cast<int32_t>((end - base + PART - 1) / PART) : 1;
             int32_t heads = together && rows <= FEW_ROWS ? a.num_kv_heads : 1;
@@ -375,32 +381,46 @@ void attention(const Attention& a, int threads) {
     }
     std::vector<std::atomic<int32_t>> finished(starts.size());
     for (auto& f : finished) f.store(0, std::memory_order_relaxed);
-    int64_t each = ROWS * (v_padded + 2), widest = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
+    int64_t each = cut_rows * (v_padded + 2), widest = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
     int64_t zero_bytes = up(widest * 4 + 64, 64);
     Memory memory(zero_bytes + parts_in_all * each * 4);
     memset(memory.data, 0, static_cast<size_t>(zero_bytes));
-    Partials partials{reinterpret_cast<float*>(memory.data + zero_bytes), each, finished.data(), starts.data()};
-    // Where there are many small items, a thread takes some in a row, and fetches the next one's keys
-    // while it computes.
-    int64_t count = static_cast<int64_t>(items.size()), most_chunks = 8 * static_cast<int64_t>(threads);
-    int64_t chunks = together && count > most_chunks ? most_chunks : count;
-    parallel(threads, chunks, [&](int64_t chunk) {
-        int64_t end = count * (chunk + 1) / chunks;
-        for (int64_t i = count * chunk / chunks; i < end; ++i) {
-            const Item* item = &items[static_cast<size_t>(i)];
+    Partials partials{reinterpret_cast<float*>(memory.data + zero_bytes), cut_rows, each, finished.data(), starts.data()};
+    // Where there is much for few.h, a thread takes a stretch of items, of one request where it can, and the
+    // next stretch before it is through with this one, so that it can fetch its keys meanwhile.
+    int64_t count = static_cast<int64_t>(items.size()), longest = together ? count / (8 * threads) : 1;
+    std::vector<int64_t> stretches{0};  // where each begins
+    for (int64_t i = 1; i <= count; ++i) {
+        int64_t begin = stretches.back();
+        bool goes_on = i < count && i - begin < longest && items[i].few &&
+                       items[i].part == items[i - 1].part + 1 && items[i].request == items[begin].request;
+        if (!goes_on) stretches.push_back(i);
+    }
+    int64_t all = static_cast<int64_t>(stretches.size()) - 1;
+    auto work = [&](int64_t stretch, int64_t next) {
+        const Item* item = &items[stretches[stretch]];
 #if ROOFTILE_BF16
-            if (item->few) {
-                attend_few(a, *item, i + 1 < end && item[1].few ? item + 1 : nullptr, partials);
-                continue;
-            }
-            if (paired) {
-                attend_many(a, *item, partials, memory.data);
-                continue;
-            }
+        if (item->few) {
+            const Item* following = next < all && items[stretches[next]].few ? &items[stretches[next]] : nullptr;
+            attend_few(a, item, stretches[stretch + 1] - stretches[stretch], following, partials);
+        } else if (paired) {
+            attend_many(a, *item, partials, memory.data);
+        } else
 #endif
             attend<Single>(a, *item, partials, memory.data);
-        }
-    });
+    };
+    if (together) {
+        std::atomic<int64_t> taken{0};
+        auto take = [&] { return taken.fetch_add(1, std::memory_order_relaxed); };
+        parallel(threads, threads, [&](int64_t) {
+            for (int64_t stretch = take(), next = 0; stretch < all; stretch = next) {
+                next = take();
+                work(stretch, next);
+            }
+        });
+    } else {
+        parallel(threads, all, [&](int64_t stretch) { work(stretch, all); });
+    }
     // Tokens after the last request are padding.
     int64_t used = a.batch ? a.cu_seqlens_q[a.batch] : 0, heads = a.num_q_heads;
     int64_t bytes = dtype_bytes(a.out_dtype) * heads * a.v_dim;
