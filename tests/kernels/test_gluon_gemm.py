@@ -249,6 +249,9 @@ def test_linear_layers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) 
     x, weight, bias = (
         torch.randint(-3, 4, s, generator=generator).bfloat16() for s in (shape, (24, 40), (24,))
     )
+    monkeypatch.setattr(
+        FORWARD, "_choose", lambda *_: planned(CONFIG.FEW_64, "hybrid", 6, 24, 40, 3)
+    )
     with simulation(residency=3):
         got = LINEAR.linear(x, [weight], "dense", 24, bias)
     assert torch.equal(got, (x.float() @ weight.float().T + bias.float()).bfloat16())

@@ -57,6 +57,7 @@ class Launch:
         most_registers: int | None = None,  # of a thread at launch; None: the compiler's choice
         warps: int = 4,  # of a CTA, before a kernel adds roles
         dependent: bool = False,  # it may start under the end of another: tile/dependent.py
+        stages: int | None = None,  # of loads that the compiler pipelines; None: its choice
     ) -> None:
         self._kernel = kernel
         self._ctas = ctas
@@ -67,7 +68,9 @@ class Launch:
         self._options = {"num_warps": warps, "launch_pdl": dependent}
         if most_registers:
             self._options["maxnreg"] = most_registers
-        self._key = (kernel, device, dtype, constants, most_registers, warps, dependent)
+        if stages:
+            self._options["num_stages"] = stages
+        self._key = (kernel, device, dtype, constants, most_registers, warps, dependent, stages)
         self._tail = (*numbers, *(value for _, value in constants))
         self._maps: dict[tuple[int, int], Any] = {}  # by argument and address
         self._described: dict[tuple[int, ...], tuple[Any, ...]] = {}  # by addresses of all

@@ -38,7 +38,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(x, activation: tl.constexpr):
+def activate(x, activation: tl.constexpr):
     if activation == "silu":
         return x * _sigmoid(x)
     elif activation == "gelu":
@@ -195,7 +195,7 @@ def matmul_kernel(
                 acc, bias, scale_a, scale_b, rows, columns, m, out_n, scale_a_stride,
                 scale_b_stride, has_bias, has_scales,
             )  # fmt: skip
-            acc = _activate(acc, activation)
+            acc = activate(acc, activation)
             if gated:
                 value = _before_activation(
                     value, bias, scale_a, scale_b, rows, columns + out_n, m, n, scale_a_stride,

@@ -87,13 +87,14 @@ def _dequantise():
 
 
 @gluon.jit
-def load_codes(
+def fetch_codes(
     words, scales, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
-    warps_k: gl.constexpr, even: gl.constexpr, layout: gl.constexpr,
+    warps_k: gl.constexpr,
 ):  # fmt: skip
-    """Values [warps_k, tile, tile_k] from k0 on, in the layout of a left operand.
+    """Words and scales [warps_k, tile, blocks, 4, 4] of k0 on, 0 beyond k.
 
-    words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4] bfloat16.
+    words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4]
+    bfloat16.
     """
     blocks: gl.constexpr = tile_k // BLOCK
     L: gl.constexpr = _words_layout(tile, blocks, warps_k)
@@ -104,13 +105,13 @@ def load_codes(
     word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
     scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
     scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
-    if even:
-        word = gl.load(word_at)
-        scale = gl.load(scale_at)
-    else:
-        inside = block * BLOCK < k
-        word = gl.load(word_at, mask=inside & (row >= 0), other=0)
-        scale = gl.load(scale_at, mask=inside & (row >= 0), other=0.0)
+    inside = (block * BLOCK < k) & (row >= 0)
+    return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def dequantised(word, scale, layout: gl.constexpr):
+    """Values [warps_k, tile, tile_k] of words, in the layout of a left operand."""
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
         _dequantise(),
         "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
@@ -131,5 +132,6 @@ def load_codes(
     even_half = gl.join(gl.join(v0, v4), gl.join(v2, v6))
     odd_half = gl.join(gl.join(v1, v5), gl.join(v3, v7))
     values = gl.join(even_half, odd_half)  # [warps_k, tile, blocks, q, w, bit 2, bit 1, bit 0]
-    values = values.permute(0, 1, 2, 4, 3, 5, 6, 7).reshape([warps_k, tile, tile_k])
+    values = values.permute(0, 1, 2, 4, 3, 5, 6, 7)
+    values = values.reshape([word.shape[0], word.shape[1], word.shape[2] * BLOCK])
     return gl.convert_layout(values, layout, assert_trivial=True)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from rooftile.kernels.gluon.gemm.codes import load_codes
+from rooftile.kernels.gluon.gemm.codes import dequantised, fetch_codes
 from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
@@ -162,18 +162,24 @@ def direct_kernel(
         _prefetch_weights(x, x_stride, x_rows, x0, k * bits // 128 * 16, tile_x, warps)
     await_kernels_before()
     acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
+    if codes:
+        word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
     for k0 in range(0, k, warps_k * tile_k):
+        b = _operand(
+            y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
+        )
         if codes:
-            a = load_codes(
-                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, even, left
+            # The next words are on their way while these are multiplied.
+            next_word, next_scale = fetch_codes(
+                x, scales, x_stride, x_rows, x0, k, k0 + warps_k * tile_k, tile_x, tile_k, warps_k
             )
+            a = dequantised(word, scale, left)
+            word = next_word
+            scale = next_scale
         else:
             a = _operand(
                 x, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, x_unit, even, 0, x_layout
             )
-        b = _operand(
-            y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
-        )
         acc = mma_v2(gl.convert_layout(a, left), gl.convert_layout(b, right), acc)
     total = gl.sum(acc, 0)
     of: gl.constexpr = gl.SliceLayout(0, sums)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd
 
 import torch
 from torch import Tensor
 
-from rooftile.kernels.gluon.gemm.direct import WIDTH, direct_kernel
+from rooftile.kernels.gluon.gemm.direct import direct_kernel
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
+from rooftile.kernels.gluon.gemm.tile_plan import UNIT, row_unit
 from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
-
-_WIDTH = int(getattr(WIDTH, "value", WIDTH))
 
 
 def matmul(
@@ -31,13 +29,14 @@ def matmul(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     x, y = (b, a) if plan.transposed else (a, b)
+    codes = b.dtype == torch.int32
     launch = _launch(
         plan,
         a.device,
         tuple(None if t is None else t.dtype for t in (a, b, out, bias, residual)),
         (x.shape[0], y.shape[0], k),
         (x.stride(0), y.stride(0), out.stride(0), 0 if residual is None else residual.stride(0)),
-        tuple(_unit(t) for t in (x, y, out)),
+        (UNIT if codes else row_unit(x), row_unit(y), row_unit(out)),
         activation,
         plan.transposed and are_weights_at_rest(),
     )
@@ -47,12 +46,6 @@ def matmul(
     )
     launch((), pointers)
     return out
-
-
-def _unit(x: Tensor) -> int:
-    """Elements that can be read at a time: the largest power of two that rows begin on."""
-    rows = x.stride(0) if x.shape[0] > 1 else 0
-    return gcd(rows, x.data_ptr() // x.element_size(), _WIDTH)
 
 
 @lru_cache(maxsize=4096)
@@ -70,8 +63,6 @@ def _launch(
     tiles_x = -(-x_rows // plan.tile_x)
     codes = dtypes[1] == torch.int32
     x_unit, y_unit, out_unit = units
-    if k % x_unit or k % y_unit:  # the end of a row would be read with what follows it
-        x_unit, y_unit = gcd(x_unit, k), gcd(y_unit, k)
     constants = (
         ("tile_x", plan.tile_x),
         ("tile_y", plan.tile_y),
@@ -81,14 +72,14 @@ def _launch(
         ("warps_y", plan.warps_y),
         ("x_unit", x_unit),
         ("y_unit", y_unit),
-        ("out_unit", 1 if plan.transposed else gcd(out_unit, y_rows, 2)),
+        ("out_unit", 1 if plan.transposed else min(out_unit, 2)),
         ("even", k % (plan.warps_k * plan.tile_k) == 0),
         ("codes", codes),
         ("transposed", plan.transposed),
         ("activation", activation),
         ("has_bias", dtypes[3] is not None),
         ("has_residual", dtypes[4] is not None),
-        ("ahead", at_rest and x_unit == _WIDTH),
+        ("ahead", at_rest and x_unit == UNIT),
     )
     x_stride, y_stride, out_stride, residual_stride = strides
     return Launch(

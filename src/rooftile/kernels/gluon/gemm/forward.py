@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.flags import discard_flags, flags
 from rooftile.kernels.gluon.gemm import direct_forward
+from rooftile.kernels.gluon.gemm.choice import Operands, choose
 from rooftile.kernels.gluon.gemm.config import constants
-from rooftile.kernels.gluon.gemm.direct_plan import plan_of_codes
+from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_codes
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
-from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
+from rooftile.kernels.gluon.gemm.plan import Plan
+from rooftile.kernels.gluon.gemm.tile_plan import TilePlan, row_unit
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.reference import gemm as reference
@@ -51,7 +53,7 @@ def matmul(
     activation: str,
     out_dtype: torch.dtype,
     batch_invariant: bool,
-    plan: Plan | None = None,
+    plan: Plan | DirectPlan | TilePlan | None = None,
 ) -> Tensor:
     m, k = a.shape
     n = b.shape[1]
@@ -65,18 +67,21 @@ def matmul(
         return direct_forward.matmul(
             *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m))
         )
+    if plan is None:
+        plan = _choose(a, b, gated or scale_a is not None, batch_invariant)
+    if isinstance(plan, DirectPlan):
+        return direct_forward.matmul(a, b.T, None, bias, residual, activation, out_dtype, plan)
+    if isinstance(plan, TilePlan):
+        # Plain Triton, which what simulates this module's kernels does not know.
+        from rooftile.kernels.triton import gemm_tiles
+
+        return gemm_tiles.matmul(a, b.T, bias, residual, activation, out_dtype, plan)
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
     given = b
     (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
     copied = b is not given
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    if plan is None:
-        strides = (max(x.stride()) * x.element_size() for x in (a, b))
-        plan = choose_plan(
-            *(m, n, k, a.element_size(), multiprocessors(a.device), batch_invariant),
-            all(stride % _LINE_BYTES == 0 for stride in strides),
-        )
     a_rows = plan.a_rows(a_by_rows)
     launch = _launch(
         plan,
@@ -111,6 +116,24 @@ def matmul(
         discard_flags(a.device)
         raise
     return out
+
+
+def _choose(
+    a: Tensor, b: Tensor, finished: bool, batch_invariant: bool
+) -> Plan | DirectPlan | TilePlan:
+    """finished: by scales or a gate, which only the Stream-K kernel has."""
+    (m, k), n = a.shape, b.shape[1]
+    kinds = [_operand(a, True), _operand(b, False)]
+    copied = sum(x.numel() * x.element_size() for x, _, copies in kinds if copies)
+    strides = (
+        max(x.stride()) * x.element_size() for x, _, copies in kinds if not copies
+    )  # copies begin on lines
+    plain = not finished and a.element_size() == 2 and a.stride(1) == 1 and b.stride(0) == 1
+    unit = min(row_unit(a), row_unit(b.T)) if plain else 1
+    operands = Operands(
+        a.element_size(), plain, unit, copied, all(n % _LINE_BYTES == 0 for n in strides)
+    )
+    return choose(m, n, k, operands, multiprocessors(a.device), batch_invariant)[0]
 
 
 @cache
@@ -242,19 +265,26 @@ def efficiency(call: Any) -> float:
     if call.b_layout == "int4_words":
         return 0.5
     itemsize = call.dtype.itemsize
-    stride_a = call.m if call.a_layout == "column" else call.k
-    stride_b = call.n if call.b_layout == "row" else call.k
-    # What is copied first begins on cache lines.
-    lines = all(n * itemsize % _LINE_BYTES == 0 or n * itemsize % 16 for n in (stride_a, stride_b))
-    plan = choose_plan(*(call.m, call.n, call.k, itemsize, H200.units, call.batch_invariant, lines))
-    rows = (stride_a * itemsize, stride_b * itemsize, call.n * call.out_dtype.itemsize)
-    if any(size % 16 for size in rows):
-        # By name only until large products with copies have been compared with float64 on a GPU:
-        # 17 of 101 differed from torch's there, which rounds the parts of a split k to bfloat16.
-        return 0.0
-    seconds = plan.seconds
+    rows = {
+        "a": (call.m if call.a_layout == "column" else call.k, call.m * call.k),
+        "b": (call.n if call.b_layout == "row" else call.k, call.n * call.k),
+    }
+    copied = sum(n * itemsize for stride, n in rows.values() if stride * itemsize % _TMA_BYTES)
+    whole = [
+        stride * itemsize % _LINE_BYTES == 0
+        for stride, _ in rows.values()
+        if stride * itemsize % _TMA_BYTES == 0
+    ]
+    plain = (
+        itemsize == 2
+        and (call.a_layout, call.b_layout) == ("row", "column")
+        and not reference.is_gated(call.activation)
+    )
+    operands = Operands(itemsize, plain, gcd(call.k, 8), copied, all(whole))
+    _, seconds = choose(call.m, call.n, call.k, operands, H200.units, call.batch_invariant)
+    margin = _MARGIN if not copied else 1.0
     return (
-        _MARGIN * least_time(linear_work(call.m, call.k, call.n, itemsize), H200).seconds / seconds
+        margin * least_time(linear_work(call.m, call.k, call.n, itemsize), H200).seconds / seconds
     )
 
 

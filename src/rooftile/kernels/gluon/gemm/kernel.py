@@ -11,6 +11,7 @@ from rooftile.kernels.gluon.gemm.producer import load_operands
 from rooftile.kernels.gluon.gemm.shares import Shares
 from rooftile.kernels.gluon.tile.dependent import let_dependents_start
 from rooftile.kernels.gluon.tile.divisor import Divisor
+from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.operands import new_operand_ring
 
 _UNSPECIALISED = [
@@ -106,6 +107,7 @@ def matmul_kernel(
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
+    prefetch_maps("matmul_kernel", (0, 5, 10))
     problem = Problem(
         out,
         bias,

@@ -10,6 +10,7 @@
 | `visible`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
 | `describe_matrix` | matrix.py | tiles of a matrix |
 | `let_dependents_start`, `await_kernels_before` | dependent.py | a kernel under the end of another |
+| `prefetch_maps` | maps.py | tensor maps fetched before they are needed |
 | `load_compute_finish` | template.py | the loops of a persistent kernel around your tiles |
 | `TileQueue` | schedule.py | which tile a persistent CTA takes next, told by its producer |
 

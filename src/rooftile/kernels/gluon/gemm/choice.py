@@ -1,0 +1,56 @@
+"""Which of the kernels runs a product, and how: the one that is predicted to take least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_few_rows
+from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
+from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
+from rooftile.planning.hardware import H200
+from rooftile.planning.stream_k import Product
+from rooftile.planning.tile_cost import predict_copies, predict_tiles
+
+TILES = ((64, 32), (64, 64), (128, 64))
+_MOST_TILE_STEPS = 64  # along k: what takes more is not launch-bound
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a choice depends on besides the sizes.
+
+    plain: both have k as their contiguous dimension and 2-byte elements, and neither scales nor a
+        gate follow.
+    unit: elements of a row that can be loaded at a time.
+    copied: bytes that the copy engine cannot address where they lie.
+    whole_lines: rows (of copies, where there are any) begin on cache lines.
+    """
+
+    itemsize: int
+    plain: bool
+    unit: int
+    copied: int
+    whole_lines: bool
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    m: int, n: int, k: int, operands: Operands, num_sms: int, batch_invariant: bool
+) -> tuple[Plan | DirectPlan | TilePlan, float]:
+    """A plan and the seconds that it is predicted to take, copies included."""
+    stream = choose_plan(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.whole_lines)
+    best: Plan | DirectPlan | TilePlan = stream
+    seconds = stream.seconds + predict_copies(operands.copied, H200)
+    if batch_invariant or not operands.plain:
+        return best, seconds
+    few = plan_of_few_rows(m, n, k) if operands.unit == 8 else None
+    if few is not None and few.seconds < seconds:
+        best, seconds = few, few.seconds
+    if k <= _MOST_TILE_STEPS * 64:
+        machine = replace(H200, units=num_sms)
+        for block_m, block_n in TILES:
+            predicted = predict_tiles(Product(m, n, k), block_m, block_n, operands.unit, machine)
+            if predicted is not None and predicted < seconds:
+                best, seconds = TilePlan(block_m, block_n, predicted), predicted
+    return best, seconds

@@ -1,0 +1,99 @@
+"""What products cost that share nothing among CTAs: whole tiles, and tiles of few rows.
+
+    seconds^sharpness = (launch + compute)^sharpness + (start + bytes / bandwidth)^sharpness
+
+where a multiprocessor with q tiles of s steps, r of which it can hold at a time, computes for
+setup + ((q s work)^3 + (ceil(q / r) s latency)^3)^(1/3). The costs are fitted to measurements
+(`tile_costs.json`, by benchmarks/tile_costs.py) and are known for the machines listed there only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+from rooftile.planning.hardware import Machine
+from rooftile.planning.roofline import linear_work
+from rooftile.planning.stream_k import Product
+
+STEP = 64  # elements along k
+
+
+@dataclass(frozen=True)
+class TileCosts:
+    """Seconds, by the elements that can be loaded at a time.
+
+    resident: tiles that a multiprocessor holds at a time. odd: more where a row of the result has
+    an odd number of elements.
+    """
+
+    resident: int
+    odd: float
+    setup: dict[int, float]
+    work: dict[int, float]
+    latency: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Costs of the launches of one machine. copy, copy_bandwidth: of operands copied beforehand."""
+
+    launch: float
+    start: float
+    bandwidth: float
+    sharpness: float
+    copy: float
+    copy_bandwidth: float
+    tiles: dict[tuple[int, int], TileCosts]
+
+
+@cache
+def launches(machine: str) -> Launches | None:
+    """What was measured on a machine of this name."""
+    row = json.loads(Path(__file__).with_name("tile_costs.json").read_text()).get(machine)
+    if row is None:
+        return None
+    tiles = {}
+    for shape, costs in row.pop("tiles").items():
+        block_m, block_n = map(int, shape.split("x"))
+        by_unit = {
+            name: {int(unit): seconds for unit, seconds in costs[name].items()}
+            for name in ("setup", "work", "latency")
+        }
+        tiles[block_m, block_n] = TileCosts(costs["resident"], costs["odd"], **by_unit)
+    return Launches(**row, tiles=tiles)
+
+
+def predict_tiles(
+    product: Product, block_m: int, block_n: int, unit: int, machine: Machine
+) -> float | None:
+    """Seconds of a product by tiles of this shape, `None` where it was not measured.
+
+    unit: elements of 2 bytes that can be loaded at a time, 1, 2, 4 or 8.
+    """
+    known = launches(machine.name)
+    if known is None or (block_m, block_n) not in known.tiles:
+        return None
+    costs = known.tiles[block_m, block_n]
+    unit = 2 if unit == 4 else unit
+    tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
+    steps = ceil(product.k / STEP)
+    share = ceil(tiles / machine.units)
+    working = share * steps * costs.work[unit]
+    waiting = ceil(share / costs.resident) * steps * costs.latency[unit]
+    computing = known.launch + costs.setup[unit] + (working**3 + waiting**3) ** (1 / 3)
+    computing += costs.odd if product.n % 2 else 0.0
+    moved = linear_work(product.m, product.k, product.n, 2).bytes
+    reading = known.start + moved / known.bandwidth
+    return float((computing**known.sharpness + reading**known.sharpness) ** (1 / known.sharpness))
+
+
+def predict_copies(moved: float, machine: Machine) -> float:
+    """Seconds that copies of operands add to a product; moved: bytes of what is copied."""
+    known = launches(machine.name)
+    if not moved or known is None:
+        return 0.0
+    return known.copy + 2 * moved / known.copy_bandwidth
