@@ -189,7 +189,10 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
                 v_fill = fill
                 fill = k_ring.after(fill)
-                k_ring.arrived(fill, pred=tiles > 1)
+                follows = tiles > 1
+                if work.rotations > 1:
+                    follows = follows & (last - 1 >= border)
+                k_ring.arrived(fill, pred=follows)
                 for i in range(1, tiles):
                     at = fill
                     if work.rotations > 1:  # noqa: SIM102, the first is known at compile time
@@ -200,6 +203,11 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                             else:
                                 rotated = token + rotation * work.tokens
                                 _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
+                            k_ring.arrived(fill)
+                    follows = i + 1 < tiles
+                    if work.rotations > 1:
+                        # The next rotation may come before the keys: it needs this one's place.
+                        follows = follows & (last - i - 1 >= border)
                     q = q_ring.tile(q_fill)
                     o, weights, softmax, fill = next_block(
                         work,
@@ -208,7 +216,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                         v_ring,
                         fill,
                         v_fill,
-                        i + 1 < tiles,
+                        follows,
                         o,
                         weights,
                         softmax,

@@ -147,6 +147,75 @@ def _load_queries(work, q_tile, item_row, end_row, token, kv_head):
 
 
 @gluon.jit
+def _fold(
+    work,
+    q,  # shared tile [rows, k_dim]
+    unit,  # [1, rows], what scores are to be multiplied by (8-bit pages)
+    k_ring,
+    v_ring,
+    p_tiles,
+    fill,
+    turn,  # of p_tiles
+    n,  # which tile of keys
+    low,  # [rows], keys low .. high are visible to a row; tiles whole .. whole_end - 1 need no mask
+    high,
+    whole,
+    whole_end,
+    o,  # [v_dim, rows]
+    total,  # [block, rows]
+    maximum,  # [rows]
+    before,
+    S: gl.constexpr,
+):
+    """A tile of keys and values into the state; returns it, the fill and the turn that follow."""
+    block: gl.constexpr = work.block
+    dtype: gl.constexpr = p_tiles.dtype
+    num_rows: gl.constexpr = p_tiles.shape[1]
+    keys = gl.expand_dims(gl.arange(0, block, rows_of(S)), 1)
+    q = q.permute((1, 0))
+    k_ring.arrived(fill)
+    s = gl.zeros([block, num_rows], gl.float32, S)
+    if work.quantised:
+        k = k_ring.tile(fill).load(_k_layout(block, k_ring.columns))
+        k_ring.release(fill)
+        wide = _widen_keys(k, S)
+        s = multiply(wide, q, s, use_acc=False)
+        v_ring.arrived(fill)
+        v = v_ring.tile(fill).load(_v_layout(block, v_ring.columns))
+        v_ring.release(fill)
+        s, wide = wait(0, deps=[s, wide])
+        s = s * unit
+    else:
+        s = multiply(k_ring.tile(fill), q, s, use_acc=False)
+        s = wait(0, deps=[s])
+        k_ring.release(fill)
+    s = soft_cap(s, work.factor, work.softcap) if work.has_softcap else s * work.factor
+    if (n < whole) | (n >= whole_end):
+        key = n * block + keys
+        seen = (key >= gl.expand_dims(low, 0)) & (key <= gl.expand_dims(high, 0))
+        s = gl.where(seen, s, float("-inf"))
+    highest = gl.maximum(gl.max(s, 0), maximum)
+    p = gl.exp2(s - gl.expand_dims(highest, 0))
+    shrink = gl.exp2(maximum - highest)
+    before = before * shrink
+    total = total * gl.expand_dims(shrink, 0) + p
+    o = o * gl.expand_dims(shrink, 0)
+    p_tile = p_tiles.index(turn)
+    p_tile.store(p.to(dtype).permute((1, 0)))
+    fence_async_shared()
+    if work.quantised:
+        wide = _widen_values(v, S)
+        o = multiply(wide, p_tile.permute((1, 0)), o)
+        o, wide = wait(0, deps=[o, wide])
+    else:
+        v_ring.arrived(fill)
+        o = multiply(v_ring.tile(fill).permute((1, 0)), p_tile.permute((1, 0)), o)
+        o = wait(0, deps=[o])
+        v_ring.release(fill)
+    return o, total, highest, before, k_ring.after(fill), turn ^ 1
+
+
+@gluon.jit
 def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
     """The consumer of a CTA whose items have at most p_tiles.shape[1] packed rows.
 
@@ -155,10 +224,8 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
     block: gl.constexpr = work.block
     num_rows: gl.constexpr = p_tiles.shape[1]
     v_dim: gl.constexpr = v_ring.columns
-    dtype: gl.constexpr = p_tiles.dtype
     S: gl.constexpr = _accumulator_layout(num_rows)
     L: gl.constexpr = row_layout(v_dim)
-    keys = gl.expand_dims(gl.arange(0, block, rows_of(S)), 1)
     clear_padding(work)
 
     fill = first_fill()
@@ -187,6 +254,7 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
         border = 0
         if work.rotations > 1:
             rotation, border = work.first_rotation(last, kv_len)
+        unit = 1.0
         if work.packed > 0:
             q_ring.arrived(q_fill)
         else:
@@ -195,7 +263,6 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
             unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
         rows = item_row + gl.arange(0, num_rows, columns_of(S))
         position = rows // work.group_size + (kv_len - q_len)
-        # Keys low .. high are visible to a row; tiles whole .. whole_end - 1 need no mask.
         low = position * 0
         high = position * 0 + (kv_len - 1)
         whole = 0
@@ -219,10 +286,18 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
             before = gl.where(sink > NO_MAXIMUM, 1.0, 0.0)
         total = gl.zeros([block, num_rows], gl.float32, S)  # every thread's own keys
         o = gl.zeros([v_dim, num_rows], gl.float32, S)
-        for i in range(tiles):
-            n = last - i
-            if work.rotations > 1:  # noqa: SIM102, the first is known at compile time
-                if n < border:
+        if work.rotations == 1:
+            q = q_ring.tile(q_fill) if work.packed > 0 else q_gathered
+            for i in range(tiles):
+                o, total, maximum, before, fill, turn = _fold(
+                    work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high, whole,
+                    whole_end, o, total, maximum, before, S,
+                )  # fmt: skip
+        else:
+            # A loop for each rotation of the queries: its tiles cost what they cost without.
+            first_tile = last + 1 - tiles
+            for run in range(work.runs(rotation, first_tile, kv_len)):
+                if run > 0:
                     rotation, border = work.next_rotation(rotation, border)
                     if work.packed > 0:
                         q_ring.release(q_fill)
@@ -232,52 +307,14 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
                     else:
                         rotated = token + rotation * work.tokens
                         _load_queries(work, q_gathered, item_row, end_row, rotated, kv_head)
-            if work.packed > 0:
-                q = q_ring.tile(q_fill).permute((1, 0))
-            else:
-                q = q_gathered.permute((1, 0))
-            k_ring.arrived(fill)
-            s = gl.zeros([block, num_rows], gl.float32, S)
-            if work.quantised:
-                k = k_ring.tile(fill).load(_k_layout(block, k_ring.columns))
-                k_ring.release(fill)
-                wide = _widen_keys(k, S)
-                s = multiply(wide, q, s, use_acc=False)
-                v_ring.arrived(fill)
-                v = v_ring.tile(fill).load(_v_layout(block, v_dim))
-                v_ring.release(fill)
-                s, wide = wait(0, deps=[s, wide])
-                s = s * unit
-            else:
-                s = multiply(k_ring.tile(fill), q, s, use_acc=False)
-                s = wait(0, deps=[s])
-                k_ring.release(fill)
-            s = soft_cap(s, work.factor, work.softcap) if work.has_softcap else s * work.factor
-            if (n < whole) | (n >= whole_end):
-                key = n * block + keys
-                seen = (key >= gl.expand_dims(low, 0)) & (key <= gl.expand_dims(high, 0))
-                s = gl.where(seen, s, float("-inf"))
-            highest = gl.maximum(gl.max(s, 0), maximum)
-            p = gl.exp2(s - gl.expand_dims(highest, 0))
-            shrink = gl.exp2(maximum - highest)
-            maximum = highest
-            before = before * shrink
-            total = total * gl.expand_dims(shrink, 0) + p
-            o = o * gl.expand_dims(shrink, 0)
-            p_tile = p_tiles.index(turn)
-            p_tile.store(p.to(dtype).permute((1, 0)))
-            fence_async_shared()
-            if work.quantised:
-                wide = _widen_values(v, S)
-                o = multiply(wide, p_tile.permute((1, 0)), o)
-                o, wide = wait(0, deps=[o, wide])
-            else:
-                v_ring.arrived(fill)
-                o = multiply(v_ring.tile(fill).permute((1, 0)), p_tile.permute((1, 0)), o)
-                o = wait(0, deps=[o])
-                v_ring.release(fill)
-            fill = k_ring.after(fill)
-            turn = turn ^ 1
+                q = q_ring.tile(q_fill) if work.packed > 0 else q_gathered
+                run_begin = gl.maximum(border, first_tile)
+                for i in range(last + 1 - run_begin):
+                    o, total, maximum, before, fill, turn = _fold(
+                        work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high,
+                        whole, whole_end, o, total, maximum, before, S,
+                    )  # fmt: skip
+                last = run_begin - 1
         if work.packed > 0:
             q_ring.release(q_fill)
             q_turn = work.next_q(q_turn)

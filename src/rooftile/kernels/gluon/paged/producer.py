@@ -79,6 +79,20 @@ def _fetch_queries(work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_b
 
 
 @gluon.jit
+def _load_next(
+    work, k_desc, v_desc, k_ring, v_ring, fill, found, table, tile, first_tile, first_key, kv_len,
+    kv_head, pages: gl.constexpr,
+):  # fmt: skip
+    """Loads a KV tile, whose pages are found; returns the fill and the pages of the one before it."""
+    # The next tile's pages are looked up while this one's stages are waited for.
+    before = _look_up(work, table, gl.maximum(tile - 1, first_tile), first_key, kv_len, pages)
+    seen = (first_key, kv_len, kv_head)
+    _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, pages)
+    _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
+    return k_ring.after(fill), before
+
+
+@gluon.jit
 def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """Tells the consumers what each item is, and loads it, last keys first."""
     pages: gl.constexpr = k_ring.pages
@@ -122,30 +136,30 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             ),
         )
         slot = queue.after(slot)
-        rotation = 0
-        border = 0
-        if work.rotations > 1:
+        seen = (first_key, kv_len, kv_head)
+        if work.rotations == 1:
+            if work.packed > 0:
+                turn = _fetch_queries(
+                    work, q_ring, q_desc, turn, 0, kv_head, row_begin, q_begin, q_len
+                )
+            for i in range(tiles):
+                fill, found = _load_next(
+                    work, k_desc, v_desc, k_ring, v_ring, fill, found, table, kv_end - 1 - i,
+                    kv_begin, *seen, pages,
+                )  # fmt: skip
+        else:
             rotation, border = work.first_rotation(kv_end - 1, kv_len)
-        if work.packed > 0:
-            turn = _fetch_queries(
-                work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
-            )
-        for i in range(tiles):
-            tile = kv_end - 1 - i
-            # The next tile's pages are looked up while this one's stages are waited for.
-            following = _look_up(
-                work, table, gl.maximum(tile - 1, kv_begin), first_key, kv_len, pages
-            )
-            seen = (first_key, kv_len, kv_head)
-            _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, pages)
-            if work.rotations > 1 and work.packed > 0:  # noqa: SIM102, known at compile time
-                # After the keys: where queries have one stage, it is free once these have come.
-                if tile < border:
-                    rotation, border = work.next_rotation(rotation, border)
+            for _run in range(work.runs(rotation, kv_begin, kv_len)):
+                if work.packed > 0:
                     turn = _fetch_queries(
                         work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
                     )
-            _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
-            fill = k_ring.after(fill)
-            found = following
+                run_begin = gl.maximum(border, kv_begin)
+                for i in range(kv_end - run_begin):
+                    fill, found = _load_next(
+                        work, k_desc, v_desc, k_ring, v_ring, fill, found, table, kv_end - 1 - i,
+                        kv_begin, *seen, pages,
+                    )  # fmt: skip
+                kv_end = run_begin
+                rotation, border = work.next_rotation(rotation, border)
     queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -115,6 +115,12 @@ class Work:
         return rotation, gl.where(rotation == 2, 0, own - rotation * self.chunk)
 
     @gluon.jit
+    def runs(self, rotation, first_tile, kv_len):
+        """How many rotations an item that begins with one meets down to its first KV tile."""
+        last, _border = self.first_rotation(first_tile, kv_len)
+        return gl.maximum(last - rotation, 0) + 1
+
+    @gluon.jit
     def next_rotation(self, rotation, border):
         following = rotation + 1
         return following, gl.where(following == 2, 0, border - self.chunk)
