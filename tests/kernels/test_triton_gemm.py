@@ -118,9 +118,12 @@ def test_epilogues(
 
 
 def test_reasons_for_refusal() -> None:
-    call = {"device": "cpu", "dtype": torch.float16, "out_dtype": torch.float16}
+    half = torch.float16
+    call = {"device": "cpu", "dtype": half, "out_dtype": half, "b_layout": "column"}
     assert kernel.supports(SimpleNamespace(**call)) is None
     refused = kernel.supports(SimpleNamespace(**{**call, "dtype": torch.bfloat16}))
     assert refused == "Triton's interpreter takes float16 and float32 on a CPU, not torch.bfloat16"
     refused = kernel.supports(SimpleNamespace(**{**call, "out_dtype": torch.float64}))
     assert refused == "it sums in float32, and float64 was asked for"
+    refused = kernel.supports(SimpleNamespace(**{**call, "b_layout": "int4_words"}))
+    assert refused == "it reads dense weights, not int4 codes"
