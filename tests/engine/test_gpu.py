@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rooftile.engine import device_runner
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
 from tests.engine.conftest import write_model
 from tests.engine.packed import check_prepared
+from tests.engine.test_shared_prefix import share_everything
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ def test_the_packed_step() -> None:
         check_prepared(kernel, "cuda")
 
 
-@pytest.mark.parametrize("least_shared", [1, 1 << 40])  # prefixes read once, or for each
+@pytest.mark.parametrize("shares", [False, True])  # prefixes read for each, or once
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,11 +81,11 @@ def test_the_packed_step() -> None:
     ids=str,
 )
 def test_tokens_equal_the_cpus(
-    path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], least_shared: int
+    path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], shares: bool
 ) -> None:
     """Prefix hits, forks, preemption, chunks, padding; greedy and drawn from the same numbers."""
-    monkeypatch.setattr(device_runner, "LEAST_SHARED", least_shared)
-    monkeypatch.setattr(device_runner, "LEAST_COMMON", 1)
+    if shares:
+        share_everything(monkeypatch)
     cpu, gpu = pair(path, monkeypatch, **options)
     shared = list(range(30, 66))
     prompts = [[*shared, 1, 2], [*shared, 3], [7] * 19, [5], shared, list(range(100))]

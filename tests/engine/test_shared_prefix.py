@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rooftile.engine import device_runner
+from rooftile.engine import device_runner, scheduled_step
 from rooftile.engine.device_runner import DeviceRunner
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
@@ -17,12 +17,20 @@ from tests.engine.padded import use_padded_runner
 ONE, OTHER = list(range(30, 50)), list(range(60, 85))
 
 
+def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is shared is to be read once, however little it saves."""
+    monkeypatch.setattr(device_runner, "LEAST_SPARED", 0)
+    monkeypatch.setattr(device_runner, "LEAST_SPARED_A_REQUEST", 0)
+    for module in (device_runner, scheduled_step):
+        monkeypatch.setattr(module, "LEAST_COMMON", 1)
+    monkeypatch.setattr(scheduled_step, "LEAST_SAVED", 1)
+
+
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     """By step (members, shared keys) of each group, as the GPU's kernel would read them."""
     use_padded_runner(monkeypatch)
-    monkeypatch.setattr(device_runner, "LEAST_SHARED", 1)
-    monkeypatch.setattr(device_runner, "LEAST_COMMON", 1)
+    share_everything(monkeypatch)
     steps: list[list[tuple[int, int]]] = []
 
     def checked(batch: PagedBatch, page_size: int, least: int) -> PrefixGroups:
@@ -41,7 +49,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
 
     def sharing(self: DeviceRunner, storage: KVStorage) -> None:
         attach(self, storage)
-        self._can_share = True  # the CPU's kernels read what they are given in any case
+        self._shared_bytes = 1 << 30  # the CPU's kernels read what they are given in any case
 
     monkeypatch.setattr(DeviceRunner, "attach", sharing)
     return steps
@@ -91,7 +99,7 @@ def test_texts_are_the_same(
 
     shared = texts(make(model_path, num_pages))
     assert any(found)
-    monkeypatch.setattr(device_runner, "LEAST_SHARED", 1 << 40)
+    monkeypatch.setattr(device_runner, "LEAST_SPARED", 1 << 60)
     assert shared == texts(make(model_path))
 
 

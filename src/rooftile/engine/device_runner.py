@@ -18,6 +18,7 @@ from rooftile.engine.graphs import Graphs, decode_sizes, fitting, mixed_sizes
 from rooftile.engine.outputs import TokenLogprobs
 from rooftile.engine.runner import SCORED_ROWS
 from rooftile.engine.sampler import Sampler, logprob_tensors, read_logprobs
+from rooftile.engine.scheduled_step import LEAST_COMMON
 from rooftile.engine.staging import Staging, starts_of
 from rooftile.engine.step import ScoreSlot, StepInput, StepOutput
 from rooftile.engine.transfer import Readback, upload
@@ -36,9 +37,9 @@ from rooftile.ops.step import SAMPLE as SAMPLE_FIELDS
 from rooftile.ops.step import StepState, StepTensors, prepare_step
 from rooftile.types import AttentionPlan, PagedBatch
 
-# In a step of decodes, shared keys from which on reading them once saves more time than the second launch
-# a layer takes; and keys that neighbours must have in common.
-LEAST_SHARED, LEAST_COMMON = 8192, 256
+# In a step of decodes, bytes that shared prefixes spare reading in a layer, from which on this saves more
+# time than the partial results of rows take: 60 microseconds, and more with more requests.
+LEAST_SPARED, LEAST_SPARED_A_REQUEST = 1 << 28, 3 << 19
 # Up to here every size of a decode step is run before the first is captured: they differ in kernels
 # (few rows) and in what Triton compiles for (numbers that 16 divides, or not).
 WARM_SIZES = 24
@@ -108,7 +109,7 @@ class DeviceRunner:
         self._graphs = Graphs(device)
         self._storage: KVStorage | None = None
         self._calls: list[Hashable] = []  # of each layer's attention
-        self._can_share = False
+        self._shared_bytes = 0
         self._sampled = torch.zeros(
             max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
         )
@@ -144,10 +145,15 @@ class DeviceRunner:
             layer.attention.call(self._sampled, *storage.layer(number))
             for number, layer in enumerate(self._decoder.layers)
         ]
-        # Whether some layer's kernel reads keys once that several requests share.
-        self._can_share = any(
-            isinstance(call, AttentionCall) and call.left < 0 and follows_plan(call)
-            for call in self._calls
+        # Of a key in a layer whose kernel reads it once for all requests that share it; 0: none does.
+        self._shared_bytes = max(
+            (
+                group.spec.bytes_per_token
+                for group in storage.groups
+                for call in [self._calls[layer] for layer in group.layers]
+                if isinstance(call, AttentionCall) and call.left < 0 and follows_plan(call)
+            ),
+            default=0,
         )
 
     def warm_up(self) -> None:
@@ -163,7 +169,7 @@ class DeviceRunner:
         # What these compile differs; the other sizes share most of it.
         self._run_beside([partial(self._draw, most), *forwards])
         shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, (*small, most))]
-        if self._can_share:
+        if self._shared_bytes:
             shapes += [Shape.decode(n, True) for n in (*small, most) if n > 1]
         self._run_beside([partial(self._forward, shape) for shape in shapes])
         self._run_beside([partial(self._draw, n) for n in small])
@@ -199,7 +205,7 @@ class DeviceRunner:
         rows = self._decode_sizes[-1]
         shapes = [Shape.mixed(n, rows) for n in self._mixed_sizes]
         shapes += [Shape.decode(n) for n in self._decode_sizes]
-        if self._can_share:
+        if self._shared_bytes:
             shapes += [Shape.decode(n, True) for n in self._decode_sizes if n > 1]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
@@ -253,7 +259,8 @@ class DeviceRunner:
     def _shape(self, lengths: Sequence[int], shared_keys: int) -> Shape:
         if max(lengths) == 1:
             size = fitting(self._decode_sizes, len(lengths))
-            return Shape.decode(size, self._can_share and shared_keys >= LEAST_SHARED)
+            spared = shared_keys * self._shared_bytes
+            return Shape.decode(size, spared > LEAST_SPARED + size * LEAST_SPARED_A_REQUEST)
         size = fitting(self._mixed_sizes, sum(lengths))
         return Shape.mixed(size, self._decode_sizes[-1])
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from rooftile.engine.request import Request, Sequence
 from rooftile.engine.step import StepInput
 from rooftile.kvcache.cache import KVCache
+from rooftile.kvcache.page_table import PageTable
+from rooftile.planning.split_cost import LEAST_SAVED
+
+LEAST_COMMON = 256  # keys that neighbours must have in common to be read once for both
 
 
 @dataclass
@@ -25,22 +29,89 @@ class ScheduledStep:
         return list(dict.fromkeys(sequence.request for sequence in self.scheduled))
 
 
-def find_shared(plan: ScheduledStep, cache: KVCache) -> None:
-    """In a step of one token a sequence, tell the runner how many keys are in pages that several
-    sequences name, and put those side by side that begin with the same page.
+class SharedPrefixes:
+    """What the sequences of steps of one token each begin with in common.
+
+    Two page tables never have fewer whole pages in common than they once had, so each pair of
+    neighbours is compared once.
     """
-    group = cache.full_group
-    tables = [s.table for s in plan.scheduled if s.table is not None]
-    shared = cache.num_shared(tables)
-    if group is None or not shared:
-        return
-    plan.input.shared_keys = shared * cache.page_size
-    first = [table.pages[group][0] for table in tables]
-    if sum(a != b for a, b in itertools.pairwise(first)) + 1 == len(set(first)):
-        return
-    order = sorted(range(len(first)), key=first.__getitem__)
-    plan.input.entries = [plan.input.entries[i] for i in order]
-    plan.scheduled = [plan.scheduled[i] for i in order]
-    place = {old: new for new, old in enumerate(order)}
-    for sample in plan.input.samples:
-        sample.entry = place[sample.entry]
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._last: list[PageTable | None] = []  # as scheduled; what follows is theirs
+        self._order: list[int] | None = None
+        self._keys = 0
+        self._common: dict[tuple[PageTable, PageTable], int] = {}
+
+    def find(self, plan: ScheduledStep) -> None:
+        """Put those side by side that begin with the same page, and tell the runner how many keys
+        need not be read again for each of them.
+        """
+        tables = [s.table for s in plan.scheduled]
+        if tables != self._last:
+            self._last = tables
+            computed = [s.num_computed for s in plan.scheduled]
+            self._order, self._keys = self._compare([t for t in tables if t is not None], computed)
+        plan.input.shared_keys = self._keys
+        if self._order is None:
+            return
+        plan.input.entries = [plan.input.entries[i] for i in self._order]
+        plan.scheduled = [plan.scheduled[i] for i in self._order]
+        place = {old: new for new, old in enumerate(self._order)}
+        for sample in plan.input.samples:
+            sample.entry = place[sample.entry]
+
+    def _compare(
+        self, tables: list[PageTable], computed: list[int]
+    ) -> tuple[list[int] | None, int]:
+        """The order to run them in, `None` where it is theirs, and the keys spared."""
+        group, page_size = self._cache.full_group, self._cache.page_size
+        if group is None or self._cache.num_shared(tables) * page_size < LEAST_SAVED:
+            return None, 0
+        pages = [table.pages[group] for table in tables]
+        order = sorted(range(len(pages)), key=lambda i: pages[i][0])
+        known, self._common = self._common, {}
+        common = [0]
+        for i, j in itertools.pairwise(order):
+            pair = (tables[i], tables[j])
+            count = known.get(pair)
+            if count is None:
+                # Before the query of either, so neither writes there any more.
+                whole = (min(computed[i], computed[j]) - 1) // page_size
+                count = _agreeing(pages[i], pages[j], whole)
+            self._common[pair] = count
+            common.append(count)
+        keys = _spared([count * page_size for count in common])
+        return (order if keys and order != sorted(order) else None), keys
+
+
+def _agreeing(one: list[int], other: list[int], most: int) -> int:
+    """How many leading entries of two lists are equal, of the first `most`."""
+    least, end = 0, min(most, len(one), len(other))
+    while least < end:
+        middle = (least + end + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            end = middle - 1
+    return least
+
+
+def _spared(common: list[int]) -> int:
+    """Keys that groups of neighbours need not read again, of the groups where that pays; as
+    `ops.find_prefixes` groups them. common: keys of each with the one before it.
+    """
+    spared, members, shared = 0, 1, 0
+    for i, keys in enumerate(common):
+        beside = max(common[i - 1] if i else 0, common[i + 1] if i + 1 < len(common) else 0)
+        if i and keys >= LEAST_COMMON and 2 * keys >= beside:
+            shared = keys if members == 1 else min(shared, keys)
+            members += 1
+            continue
+        spared += _paying((members - 1) * shared)
+        members, shared = 1, 0
+    return spared + _paying((members - 1) * shared)
+
+
+def _paying(keys: int) -> int:
+    return keys if keys >= LEAST_SAVED else 0

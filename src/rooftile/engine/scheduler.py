@@ -9,7 +9,7 @@ from collections import OrderedDict
 from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
 from rooftile.engine.request import Request, Sequence
-from rooftile.engine.scheduled_step import ScheduledStep, find_shared
+from rooftile.engine.scheduled_step import ScheduledStep, SharedPrefixes
 from rooftile.engine.step import (
     PageUpdate,
     RowStart,
@@ -31,6 +31,7 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.cache = cache
+        self._shared = SharedPrefixes(cache)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # by arrival
         self.running: OrderedDict[Request, None] = OrderedDict()  # by arrival
@@ -62,7 +63,7 @@ class Scheduler:
         if not plan.scheduled:
             return None
         if 1 < len(plan.scheduled) == plan.num_tokens and not plan.input.scores:
-            find_shared(plan, self.cache)
+            self._shared.find(plan)
         plan.input.freed = sorted(self._freed)
         self._freed.clear()
         return plan

@@ -80,7 +80,7 @@ class StepInput:
     entries: list[StepEntry] = field(default_factory=list)
     samples: list[SampleSlot] = field(default_factory=list)
     scores: list[ScoreSlot] = field(default_factory=list)
-    # In a step of one token a sequence: keys that would be read again for another that shares them.
+    # In a step of one token a sequence: keys that need not be read again for others that share them.
     shared_keys: int = 0
 
 
