@@ -24,8 +24,7 @@ from rooftile.types import SplitSpec
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
 MOST_SINGLE = 1024  # requests whose sums fit the registers of one program
-SINGLE_BLOCK = 64
-MOST_SINGLE_PROGRAMS = 128
+SINGLE_BLOCK = 32
 ITEM_WORDS = tl.constexpr(len(Item._fields))
 MERGE_WORDS = tl.constexpr(len(Merge._fields))
 
@@ -462,10 +461,9 @@ def _split_single(
     cta_block: int,
 ) -> None:
     costs = [*spec.tile_cost, 0, 0, 0][:4]
-    programs = max(1, min(MOST_SINGLE_PROGRAMS, triton.cdiv(layout.item_capacity, SINGLE_BLOCK)))
     batch = kv_lens.shape[0]
     with torch.cuda.device(kv_lens.device) if kv_lens.is_cuda else torch.no_grad():
-        split_kv_single_kernel[(programs + 2,)](
+        split_kv_single_kernel[(2 + (2 if INTERPRETED else spec.num_ctas),)](
             cu_seqlens_q.contiguous(),
             kv_lens.contiguous(),
             cu_seqlens_q if first is None else first.contiguous(),
@@ -492,7 +490,7 @@ def _split_single(
             lanes=_lanes(batch + spec.groups),
             block=SINGLE_BLOCK,
             shares=spec.groups > 0,
-            num_warps=8,
+            num_warps=4,
         )
 
 

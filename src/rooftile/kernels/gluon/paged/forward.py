@@ -11,10 +11,10 @@ from torch import Tensor
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.paged.config import (
     LARGE,
+    SHARED_ROWS,
     UNBOUNDED,
     Config,
     config_of,
-    shared_costs,
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
@@ -69,7 +69,7 @@ def paged_attention(
     num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
     quantised = k_pages.dtype != q.dtype
     shares = bool(split) and _spec_of(*split).groups > 0
-    rows = (q.shape[0] if shares else max_q_len) * (num_heads // num_kv_heads)
+    rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if shares else 0)
     config = config or config_of(*dims, rows, quantised, batch_invariant)
     if plan is None:
         from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
@@ -207,18 +207,21 @@ def split(
 ) -> SplitSpec:
     """How the kernel wants a call to be split; batch to groups are capacities."""
     quantised = call.kv_dtype is not None
-    rows = (tokens if groups else max_q_len) * (call.num_q_heads // call.num_kv_heads)
+    rows = _most_rows(call.num_q_heads // call.num_kv_heads, max_q_len, tokens if groups else 0)
     config = config or config_of(call.k_dim, call.v_dim, rows, quantised, call.batch_invariant)
     spec = _spec(
         *(config, _ctas(call.device), call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim),
         *(quantised, call.left, call.right, call.batch_invariant),
         *(batch, tokens, max_q_len, max_kv_len),
     )
-    if not groups:
-        return spec
-    return replace(
-        spec, groups=groups, least_saved=LEAST_SAVED, tile_cost=shared_costs(config, spec.tile_cost)
-    )
+    return replace(spec, groups=groups, least_saved=LEAST_SAVED) if groups else spec
+
+
+def _most_rows(group_size: int, max_q_len: int, sharing_tokens: int) -> int:
+    """Packed rows that a query tile is to hold: of a request, or of requests that share a prefix."""
+    if sharing_tokens:
+        return min(sharing_tokens * group_size, SHARED_ROWS)
+    return max_q_len * group_size
 
 
 @cache
