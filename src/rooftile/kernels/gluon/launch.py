@@ -65,7 +65,9 @@ class Launch:
         self._boxes = boxes
         self._numbers = numbers
         self._constants = constants
-        self._options = {"num_warps": warps, "launch_pdl": dependent}
+        self._options: dict[str, int] = {"num_warps": warps}
+        if dependent:
+            self._options["launch_pdl"] = True
         if most_registers:
             self._options["maxnreg"] = most_registers
         if stages:

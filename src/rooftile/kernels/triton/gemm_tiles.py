@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftile.kernels.gluon.gemm.tile_plan import UNIT, TilePlan, row_unit
 from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.triton.gemm import activate
-from rooftile.kernels.triton.pointwise import early
+from rooftile.kernels.triton.pointwise import early, overlap
 
 
 @triton.jit(
@@ -52,9 +52,10 @@ def tiles_kernel(
     activation: tl.constexpr,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """Program: one tile."""
-    early(True)
+    early(overlapped)
     tile = tl.program_id(0)
     tile_m = tile // tiles_n
     rows = tile_m * block_m + tl.arange(0, block_m)
@@ -112,6 +113,7 @@ def matmul(
         (a.stride(0), b.stride(0), n, 0 if residual is None else residual.stride(0)),
         (row_unit(a), row_unit(b), gcd(n, UNIT)),
         activation,
+        overlap(a)["overlapped"],
     )
     pointers = (
         *(a, b, out, out if bias is None else bias.contiguous()),
@@ -130,6 +132,7 @@ def _launch(
     strides: tuple[int, int, int, int],  # of a, b, out, residual
     units: tuple[int, int, int],  # of a, b, out
     activation: str,
+    overlapped: bool,
 ) -> Launch:
     m, n, k = sizes
     tiles_n = -(-n // plan.block_n)
@@ -144,6 +147,7 @@ def _launch(
         ("activation", activation),
         ("has_bias", dtypes[2] is not None),
         ("has_residual", dtypes[3] is not None),
+        ("overlapped", overlapped),
     )
     return Launch(
         tiles_kernel,
@@ -154,6 +158,6 @@ def _launch(
         (*sizes, *strides, tiles_n),
         constants,
         warps=plan.warps,
-        dependent=True,
+        dependent=overlapped,
         stages=plan.stages,
     )
