@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
+from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.reference.gemm import ACTIVATIONS, is_gated
+from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.ops.gemm import MATMUL, matmul
+from rooftile.ops.linear import linear, pack, unpack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +70,52 @@ def test_integers_come_out_exactly(
         kernel=family,
     )
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [TilePlan(64, 32), TilePlan(64, 64), TilePlan(128, 64), DirectPlan(16, 8, 256, 8),
+     DirectPlan(16, 8, 256, 4, transposed=True), DirectPlan(32, 32, 64, 2)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("k", [88, 130, 777, 2048])
+def test_kernels_for_small_products(plan: TilePlan | DirectPlan, k: int) -> None:
+    """Whatever the choice is: rows that begin anywhere, with what follows the product."""
+    from rooftile.kernels.gluon.gemm import forward
+
+    g = torch.Generator("cuda").manual_seed(k)
+    for m, n in ((1, 64), (7, 33), (130, 70), (61, 203)):
+        for layout in ("row", "inside"):
+            a, b, residual = (
+                laid_out(torch.randint(-2, 3, s, generator=g, device="cuda").bfloat16(), layout)
+                for s in ((m, k), (n, k), (m, n))
+            )
+            bias = torch.randint(-2, 3, (n,), generator=g, device="cuda").bfloat16()
+            out = forward.matmul(
+                *(a, b.T, bias, residual, None, None, "none", torch.float32, False), plan=plan
+            )
+            exact = a.double() @ b.double().T + bias.double() + residual.double()
+            assert torch.equal(out, exact.float())
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (1000, 4096), (4096, 1100), (33, 97)])
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_int4_weights(shape: tuple[int, int], at_rest: bool) -> None:
+    """Against the values that `unpack` says, and a row alone against the same among others."""
+    n, k = shape
+    packed = pack(torch.randn(n, k, device="cuda"), "int4_words")
+    dense, bias = unpack(packed).double(), torch.randn(n, device="cuda").bfloat16()
+    x = torch.randn(70, k, device="cuda").bfloat16()
+    exact = x.double() @ dense.T + bias.double()
+    allowed = 2**-8 * exact.abs() + 1e-5 * (x.double().abs() @ dense.abs().T + 1)
+    with weights_at_rest() if at_rest else nullcontext():
+        whole = linear(x, packed, bias)
+        assert bool(((whole.double() - exact).abs() <= allowed).all())
+        for m in (1, 3, 8, 9, 16, 33):
+            assert torch.equal(linear(x[:m], packed, bias), whole[:m])
+            gated = matmul(x[:m], packed, bias, "silu", torch.float32)
+            silu = torch.nn.functional.silu(exact[:m])
+            assert bool(((gated.double() - silu).abs() <= 2 * allowed[:m]).all())
 
 
 @pytest.mark.parametrize(
