@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
-from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.reference.gemm import ACTIVATIONS, is_gated
 from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.ops.gemm import MATMUL, matmul
 from rooftile.ops.linear import linear, pack, unpack
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from rooftile.kernels.gluon.gemm import forward
+from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
+from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +85,6 @@ def test_integers_come_out_exactly(
 @pytest.mark.parametrize("k", [88, 130, 777, 2048])
 def test_kernels_for_small_products(plan: TilePlan | DirectPlan, k: int) -> None:
     """Whatever the choice is: rows that begin anywhere, with what follows the product."""
-    from rooftile.kernels.gluon.gemm import forward
-
     g = torch.Generator("cuda").manual_seed(k)
     for m, n in ((1, 64), (7, 33), (130, 70), (61, 203)):
         for layout in ("row", "inside"):
