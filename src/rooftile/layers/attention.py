@@ -85,17 +85,12 @@ class AttentionLayer:
         positions: Tensor,  # [tokens]
         kv: LayerKV,
     ) -> Tensor:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x)
-        if qkv.is_cuda and self.is_plain:
-            return self.finish(qkv, positions, kv)
-        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
+        return self.finish(self.qkv(x), positions, kv, x)
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether it takes more of a token than its queries, keys and values."""
+        return False
 
     @property
     def is_plain(self) -> bool:
@@ -110,8 +105,26 @@ class AttentionLayer:
         qkv: Tensor,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
+        x: Tensor | None = None,  # [tokens, hidden], what qkv was made of; where `needs_hidden`
     ) -> Tensor:  # [tokens, hidden]
-        """All after the q, k, v product, of a layer that `is_plain`."""
+        """All after the q, k, v product."""
+        if qkv.is_cuda and self.is_plain:
+            return self._finish_plain(qkv, positions, kv)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
+
+    def _finish_plain(
+        self,
+        qkv: Tensor,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+    ) -> Tensor:  # [tokens, hidden]
         q_norm, k_norm = self.q_norm, self.k_norm
         assert not isinstance(q_norm, ProjectionNorm)
         assert not isinstance(k_norm, ProjectionNorm)
@@ -133,7 +146,7 @@ class AttentionLayer:
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-        x: Tensor,  # [tokens, hidden], what q, k and v were made of
+        x: Tensor | None,  # [tokens, hidden], what q, k and v were made of; where `needs_hidden`
     ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
         """Writes k and v into their slots, and attends."""
         if self.cos_sin is not None:

@@ -54,6 +54,10 @@ class DifferentialAttentionLayer(AttentionLayer):
         self.head_norm = head_norm
         self.shares_keys = isinstance(lam, Linear)
 
+    @property
+    def needs_hidden(self) -> bool:
+        return isinstance(self.lam, Linear)
+
     def kv_spec(self, dtype: torch.dtype, window: int | None) -> KVSpec:
         if self.shares_keys:
             return super().kv_spec(dtype, window)
@@ -76,7 +80,7 @@ class DifferentialAttentionLayer(AttentionLayer):
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-        x: Tensor,  # [tokens, hidden]
+        x: Tensor | None,  # [tokens, hidden]
     ) -> Tensor:  # [tokens, num_heads / 2, 2 * head_dim], or head_dim
         if self.cos_sin is not None:
             q, k = (
@@ -90,7 +94,10 @@ class DifferentialAttentionLayer(AttentionLayer):
         APPEND_KV.handle(
             *(k, v, kv.k_pages, kv.v_pages, kv.slots, None, None, False, None, None, "auto")
         )
-        lam = torch.sigmoid(self.lam(x).float()) if isinstance(self.lam, Linear) else self.lam
+        lam = self.lam
+        if isinstance(lam, Linear):
+            assert x is not None
+            lam = torch.sigmoid(lam(x).float())
         batch = kv.batch
         out, _, _ = PAGED_DIFFERENTIAL.handle(
             *(q[:, 0::2], q[:, 1::2], kv.k_pages, kv.v_pages, lam),

@@ -51,7 +51,7 @@ class DualChunkAttentionLayer(AttentionLayer):
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-        x: Tensor,  # [tokens, hidden]
+        x: Tensor | None,  # [tokens, hidden]
     ) -> Tensor:  # [tokens, num_heads, head_dim]
         chunk, batch = self.dual_chunk, kv.batch
         queries = DUAL_CHUNK_ROTARY.handle(

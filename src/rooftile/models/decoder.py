@@ -102,7 +102,7 @@ def _has_joined_norms(layer: DecoderLayer) -> bool:
     """Whether both norms go into one operator with the product after them, on a GPU."""
     return (
         isinstance(layer.attention_norm, RMSNorm)
-        and layer.attention.is_plain
+        and not layer.attention.needs_hidden
         and layer.attention.qkv.weight.format == "dense"
         and isinstance(layer.mlp_norm, RMSNorm)
         and isinstance(layer.mlp, GatedMlp)
