@@ -84,7 +84,6 @@ class Vendor:
     """The vendor's library, as a black box with the same kind of costs as `Machinery`.
 
     depth: seconds of a step along K that tiles too few for the machine do not hide.
-    misaligned_flops: a second, where a row is no multiple of 16 bytes.
     """
 
     launch: float
@@ -94,7 +93,6 @@ class Vendor:
     depth: float
     broken_lines: float
     sharpness: float
-    misaligned_flops: float
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,8 @@ class Machinery:
     bandwidth: float
     sharpness: float
     costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
-    vendor: Vendor | None = None
+    # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
+    vendor: dict[int, Vendor] | None = None
 
     def of(self, tiling: Tiling) -> Costs:
         return self.costs[tiling.block_m, tiling.block_n]
@@ -125,7 +124,8 @@ def machinery(machine: Machine) -> Machinery:
         for shape, values in row.pop("costs").items():
             block_m, block_n = map(int, shape.split("x"))
             costs[block_m, block_n] = Costs(**values)
-        return Machinery(**row | {"vendor": Vendor(**row["vendor"])}, costs=costs)
+        vendor = {int(unit): Vendor(**values) for unit, values in row.pop("vendor").items()}
+        return Machinery(**row, vendor=vendor, costs=costs)
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
     return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, costs)
 
@@ -235,20 +235,21 @@ def predict_vendor(
     machine: Machine,
     itemsize: int = 2,
     whole_lines: bool = True,
-    aligned: bool = True,
+    row_bytes: int = 16,
 ) -> float | None:
     """Seconds that the vendor's library takes, `None` where it was not measured.
 
-    aligned: rows of the operands and of the result are multiples of 16 bytes.
+    row_bytes: the largest power of two, up to 16, of which rows of the operands and of the result are
+        multiples.
     """
-    vendor = machinery(machine).vendor
-    if vendor is None:
+    known = machinery(machine).vendor
+    if known is None:
         return None
+    vendor = known[8 if row_bytes >= 16 else 2 if row_bytes >= 4 else 1]
     work = linear_work(product.m, product.k, product.n, itemsize)
-    flops = vendor.flops if aligned else vendor.misaligned_flops
-    computing = vendor.launch + work.flops / flops * itemsize / 2
+    computing = vendor.launch + work.flops / vendor.flops * itemsize / 2
     if not whole_lines:
-        computing += work.flops / flops * vendor.broken_lines
+        computing += work.flops / vendor.flops * vendor.broken_lines
     square = Tiling(128, 128, STEP_BYTES // itemsize)
     waves = square.tiles(product) / machine.units
     computing += vendor.depth * square.iterations(product) * math.exp(-waves)

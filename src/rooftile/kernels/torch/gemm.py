@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -61,9 +62,9 @@ def efficiency(call: Any) -> float:
     stride_a = call.m if call.a_layout == "column" else call.k
     stride_b = call.n if call.b_layout == "row" else call.k
     rows = [n * itemsize for n in (stride_a, stride_b, call.n)]
-    lines, aligned = (all(n % unit == 0 for n in rows) for unit in (128, 16))
+    lines = all(n % 128 == 0 for n in rows)
     product = Product(call.m, call.n, call.k)
-    seconds = predict_vendor(product, H200, itemsize, lines, aligned)
+    seconds = predict_vendor(product, H200, itemsize, lines, gcd(16, *rows))
     assert seconds is not None
     if call.activation != "none" or (call.has_bias and call.has_residual):
         # The sum is written and read in float32 at least once before it is rounded.
