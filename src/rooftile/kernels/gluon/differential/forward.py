@@ -100,7 +100,7 @@ def _dense(
     q1, q2, k1, k2, v = tensors
     batch, q_len, num_pairs, k_dim = q1.shape
     kv_len, num_kv_pairs, v_dim = v.shape[1:]
-    config = config_of(k_dim, v_dim)
+    config = config_of(k_dim, v_dim, shared_keys)
     q_tiles = -(-q_len // ROWS)
     num_tiles = q_tiles * batch * num_pairs
     pairs_at_a_time = 1
@@ -147,7 +147,7 @@ def _ragged(
     q1, q2, k1, k2, v = tensors
     tokens, num_pairs, k_dim = q1.shape
     num_kv_pairs, v_dim = v.shape[1:]
-    config, device = config_of(k_dim, v_dim), q1.device
+    config, device = config_of(k_dim, v_dim, shared_keys), q1.device
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // ROWS + min(batch + 1, tokens)
     list_tiles = Launch(
