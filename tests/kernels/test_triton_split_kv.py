@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton_split_kv.py
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -29,8 +28,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.triton import split_kv as kernel
 
-MOST_CTAS = 9  # which the interpreter plans one after the other
-
 
 def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
     """The parts of a buffer that its readers may look at."""
@@ -47,7 +44,6 @@ def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
 @given(batch=st.one_of(batches(), decode_batches()))
 def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
     spec, lengths = batch
-    spec = replace(spec, num_ctas=min(spec.num_ctas, MOST_CTAS))
     q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
     idle = [0] * (spec.batch - len(lengths))  # a batch below its capacity ends in empty requests
     cu = torch.tensor([0, *q_lens, *idle]).cumsum(0).int()
@@ -63,7 +59,6 @@ def test_shared_prefixes_equal_the_specification(
     batch: tuple[SplitSpec, Lengths, Prefixes],
 ) -> None:
     spec, lengths, (first, shared) = batch
-    spec = replace(spec, num_ctas=min(spec.num_ctas, MOST_CTAS))
     idle = [0] * (spec.batch - len(lengths))
     q_lens, kv_lens = [q for q, _ in lengths] + idle, [kv for _, kv in lengths] + idle
     first = first + [first[-1]] * (spec.groups - len(shared))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.lanes import lanes_of
 from rooftile.kernels.triton.split_kv_single import split_kv_single_kernel
 from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge
 from rooftile.types import SplitSpec
@@ -24,7 +25,8 @@ from rooftile.types import SplitSpec
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
 MOST_SINGLE = 1024  # requests whose sums fit the registers of one program
-SINGLE_BLOCK = 32
+SINGLE_BLOCK = 64
+MOST_SINGLE_PROGRAMS = 128
 ITEM_WORDS = tl.constexpr(len(Item._fields))
 MERGE_WORDS = tl.constexpr(len(Merge._fields))
 
@@ -442,14 +444,6 @@ def split_kv(
     return plan
 
 
-def _lanes(needed: int) -> int:
-    """Few sizes, since an engine compiles the kernel for each when it starts."""
-    lanes = 8
-    while lanes < needed:
-        lanes *= 8 if lanes < 64 else 4
-    return lanes
-
-
 def _split_single(
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
@@ -462,8 +456,9 @@ def _split_single(
 ) -> None:
     costs = [*spec.tile_cost, 0, 0, 0][:4]
     batch = kv_lens.shape[0]
+    programs = max(1, min(MOST_SINGLE_PROGRAMS, triton.cdiv(layout.item_capacity, SINGLE_BLOCK)))
     with torch.cuda.device(kv_lens.device) if kv_lens.is_cuda else torch.no_grad():
-        split_kv_single_kernel[(2 + (2 if INTERPRETED else spec.num_ctas),)](
+        split_kv_single_kernel[(2 + programs,)](
             cu_seqlens_q.contiguous(),
             kv_lens.contiguous(),
             cu_seqlens_q if first is None else first.contiguous(),
@@ -487,7 +482,7 @@ def _split_single(
             tile_rows=spec.tile_rows,
             cta_count=spec.num_ctas,
             cta_block=cta_block,
-            lanes=_lanes(batch + spec.groups),
+            lanes=lanes_of(batch + spec.groups),
             block=SINGLE_BLOCK,
             shares=spec.groups > 0,
             num_warps=4,

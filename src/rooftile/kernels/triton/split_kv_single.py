@@ -25,31 +25,18 @@ FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def _count(begins, counted, start, bins: tl.constexpr):
-    """How many of the counted begin at start, start + 1, .. start + bins - 1."""
-    at = tl.minimum(tl.maximum(begins - start, 0), bins - 1)
-    inside = counted & (begins < start + bins)
-    if start > 0:
-        inside = inside & (begins >= start)
-    return tl.histogram(at, bins, mask=inside)
+def _begun(begins, counted, bins: tl.constexpr):
+    """For each place 0 .. bins - 1 which of the counted began last, at it or before."""
+    at = tl.minimum(tl.maximum(begins, 0), bins - 1)
+    return tl.cumsum(tl.histogram(at, bins, mask=counted & (begins < bins)), 0) - 1
 
 
 @triton.jit
-def _begun(begins, counted, bins: tl.constexpr):
-    """For each place 0 .. bins - 1 which of the counted began last, at it or before.
-
-    A histogram costs the square of its bins, whose counters lie in few banks of shared memory.
-    """
-    if bins == 512:
-        even = tl.join(_count(begins, counted, 0, 128), _count(begins, counted, 256, 128))
-        odd = tl.join(_count(begins, counted, 128, 128), _count(begins, counted, 384, 128))
-        counts = tl.join(even, odd).permute(1, 2, 0).reshape([512])
-    elif bins == 256:
-        low = _count(begins, counted, 0, 128)
-        counts = tl.join(low, _count(begins, counted, 128, 128)).permute(1, 0).reshape([256])
-    else:
-        counts = _count(begins, counted, 0, bins)
-    return tl.cumsum(counts, 0) - 1
+def _store_words(at, a, b, c, d, mask):
+    """Four words each at `at`, which is a multiple of 16 bytes, in one store."""
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0], 4])
+    place = at[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(tl.multiple_of(place, [1, 4]), words, mask=mask[:, None])
 
 
 @triton.jit
@@ -60,11 +47,6 @@ def _smaller(a, b):
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
-
-
-@triton.jit
-def _sum_of_four(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
 
 
 @triton.jit
@@ -162,7 +144,7 @@ def split_kv_single_kernel(
     block: tl.constexpr,  # items at a time
     shares: tl.constexpr,
 ):
-    """Program 0 writes the CTAs' runs, program 1 merges, the others the items of some CTAs."""
+    """Program 0 writes the CTAs' runs, program 1 merges, the others items."""
     row_stride: tl.constexpr = tile_rows[len(tile_rows) - 1]
     program = tl.program_id(0)
 
@@ -268,8 +250,9 @@ def split_kv_single_kernel(
         is_cta = cta < cta_count
         some = is_cta & ((strip < next_strip) | (at < next_at))
         count = tl.where(some, next_strip - strip + tl.where(next_at > 0, 1, 0), 0)
-        tl.store(plan + ctas_at + cta * 2, strip + cta, mask=is_cta)
-        tl.store(plan + ctas_at + cta * 2 + 1, count, mask=is_cta)
+        run = tl.join(strip + cta, count)
+        run_at = plan + ctas_at + cta[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(tl.multiple_of(run_at, [1, 2]), run, mask=is_cta[:, None])
         both = tl.sum((count.to(tl.int64) << 32) + opens.to(tl.int64), 0)
         merges = both.to(tl.int32)
         of_requests = 0
@@ -285,105 +268,86 @@ def split_kv_single_kernel(
         if not shares:
             opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _larger)
             words = plan + merges_at + (numbers % 65536 - 1) * MERGE_WORDS
-            tl.store(words, 0, mask=closes)
-            tl.store(words + 1, into_lane, mask=closes)
-            tl.store(words + 2, 0, mask=closes)
-            tl.store(words + 3, rows_there, mask=closes)
-            tl.store(words + 4, opened * row_stride, mask=closes)
-            tl.store(words + 5, slots - opened, mask=closes)
-            tl.store(words + 6, row_stride, mask=closes)
-            tl.store(words + 7, cut_q_begin, mask=closes)
+            none = tl.zeros_like(into_lane)
+            _store_words(words, none, into_lane, none, rows_there, closes)
+            stride = tl.full([cta_block], row_stride, tl.int32)
+            first_part = opened * row_stride
+            _store_words(words + 4, first_part, slots - opened, stride, cut_q_begin, closes)
         return
 
-    # Items, each CTA's between its cut and the next.
-    for mine in range(program - 2, cta_count, tl.num_programs(0) - 2):
-        here = cta == mine
-        there_next = cta == mine + 1
-        from_cut, to_cut, both_numbers, both_closing = tl.reduce(
-            (
-                tl.where(here, cut, 0),
-                tl.where(there_next, cut, 0),
-                tl.where(here, numbers.to(tl.int64) << 32, 0)
-                + tl.where(there_next, numbers.to(tl.int64), 0),
-                tl.where(here, closing.to(tl.int64) << 32, 0)
-                + tl.where(there_next, closing.to(tl.int64), 0),
-            ),
-            0,
-            _sum_of_four,
-        )
+    # Items.
+    index_of = tl.where(cta < cta_count, strip + cta, FAR)
+    for base in range(
+        (program - 2) * block, all_strips + cta_count, (tl.num_programs(0) - 2) * block
+    ):
+        index = base + tl.arange(0, block)
+        of = _begun(index_of - base, cta < cta_count, block)
+        mine = index - of
+        from_cut = tl.gather(cut, of, 0)
+        to_cut = tl.gather(cut, of + 1, 0)
         begins = (from_cut >> 32).to(tl.int32)
         begins_at = from_cut.to(tl.int32)
         ends = (to_cut >> 32).to(tl.int32)
         ends_at = to_cut.to(tl.int32)
-        end = tl.where(from_cut < to_cut, ends + tl.where(ends_at > 0, 1, 0), begins)
-        for base in range(begins, end, block):
-            strip_ = base + tl.arange(0, block)
-            valid = strip_ < end
-            request = tl.where(valid, _begun(strip_of - base, there, block), 0)
-            member, q_begin_, q_len_, tiles_ = _tokens(
-                request, valid, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift,
-                shares,
-            )  # fmt: skip
-            skipped_ = tiles_
-            if shares:
-                skipped_ = tl.gather(skipped, request, 0)
-            rows_, tile_, _cost, query_tiles_, kv_len_, from_tile, to_tile = _shape(
-                request, valid, q_len_, skipped_, tiles_, kv_lens, batch, group_size, left, kv_shift,
-                cost_0, cost_1, cost_2, cost_3, tile_rows, shares,
-            )  # fmt: skip
-            head = strip_ % num_kv_heads  # of requests that have queries
-            row_begin = head * 0
-            row_end = rows_
-            if shares:
-                number = strip_ - tl.gather(strip_of, request, 0)
-                head = number // tl.maximum(query_tiles_, 1)
-                row_begin = (number - head * query_tiles_) * tile_
-                row_end = tl.minimum(row_begin + tile_, rows_)
-            continues = (strip_ == begins) & (begins_at > 0)
-            breaks = (strip_ == ends) & (ends_at > 0)
-            number_of_cut = tl.where(continues, both_numbers >> 32, both_numbers & 0xFFFFFFFF)
-            number_of_cut = number_of_cut.to(tl.int32)
-            slot = number_of_cut // 65536 - tl.where(continues, 1, 2)
-            split = continues | breaks
-            partial_row = tl.where(split, slot * row_stride, -1)
-            merge = tl.where(split, number_of_cut % 65536 - 1, -1)
-            if shares:
-                of_group = tiles_ > 0
-                heads = tl.where(of_group, num_kv_heads, 0) + head
-                only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
-                has_parts = split | of_group | (skipped_ > 0)
-                partial_row = tl.where(has_parts & ~split, only, partial_row)
-                merge = tl.zeros_like(merge) - 1
-            words = plan + items_at + (strip_ + mine) * ITEM_WORDS
-            tl.store(words, member, mask=valid)
-            tl.store(words + 1, head, mask=valid)
-            tl.store(words + 2, row_begin, mask=valid)
-            tl.store(words + 3, row_end, mask=valid)
-            tl.store(words + 4, tile_, mask=valid)
-            tl.store(words + 5, from_tile + tl.where(continues, begins_at, 0), mask=valid)
-            tl.store(words + 6, tl.where(breaks, from_tile + ends_at, to_tile), mask=valid)
-            tl.store(words + 7, partial_row, mask=valid)
-            tl.store(words + 8, merge, mask=valid)
-            tl.store(words + 9, q_begin_, mask=valid)
-            tl.store(words + 10, q_len_, mask=valid)
-            tl.store(words + 11, kv_len_, mask=valid)
-            if shares:
-                opens_strip = valid & ~continues
-                last_slots = (both_closing & 0xFFFFFFFF).to(tl.int32)
-                parts = tl.where(split, last_slots - slot, tl.where(has_parts, 1, 0))
-                is_member = skipped_ > 0
-                of_prefix = batch + tl.gather(group, request, 0)
-                of_prefix = tl.where(is_member, of_prefix, 0)
-                prefix = tl.gather(strip_of, of_prefix, 0)
-                prefix += head * tl.gather(query_tiles, of_prefix, 0)
-                group_row = (q_begin_ - tl.gather(q_begin, of_prefix, 0)) * group_size
-                group_tile = tl.gather(tile, of_prefix, 0)
-                words = plan + merges_at + strip_ * MERGE_WORDS
-                tl.store(words, tl.where(is_member, prefix, -1), mask=opens_strip)
-                tl.store(words + 1, head, mask=opens_strip)
-                tl.store(words + 2, tl.where(is_member, group_row, row_begin), mask=opens_strip)
-                tl.store(words + 3, row_end - row_begin, mask=opens_strip)
-                tl.store(words + 4, partial_row, mask=opens_strip)
-                tl.store(words + 5, parts, mask=opens_strip)
-                tl.store(words + 6, tl.where(is_member, group_tile, tile_), mask=opens_strip)
-                tl.store(words + 7, q_begin_, mask=opens_strip)
+        valid = (mine < ends) | ((mine == ends) & (ends_at > 0))
+        valid = valid & (from_cut < to_cut) & (mine < all_strips)
+        from_strip = tl.min(mine, 0)
+        request = _begun(strip_of - from_strip, there, block)
+        request = tl.gather(request, mine - from_strip, 0)
+        request = tl.where(valid, request, 0)
+        number = mine - tl.gather(strip_of, request, 0)
+        member, q_begin_, q_len_, tiles_ = _tokens(
+            request, valid, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift,
+            shares,
+        )  # fmt: skip
+        skipped_ = tiles_
+        if shares:
+            skipped_ = tl.gather(skipped, request, 0)
+        rows_, tile_, _cost, query_tiles_, kv_len_, from_tile, to_tile = _shape(
+            request, valid, q_len_, skipped_, tiles_, kv_lens, batch, group_size, left, kv_shift,
+            cost_0, cost_1, cost_2, cost_3, tile_rows, shares,
+        )  # fmt: skip
+        head = number
+        row_begin = number * 0
+        row_end = rows_
+        if shares:
+            head = number // tl.maximum(query_tiles_, 1)
+            row_begin = (number - head * query_tiles_) * tile_
+            row_end = tl.minimum(row_begin + tile_, rows_)
+        continues = (mine == begins) & (begins_at > 0)
+        breaks = (mine == ends) & (ends_at > 0)
+        at_cut = tl.minimum(of + tl.where(continues, 0, 1), cta_count)
+        numbers_ = tl.gather(numbers, at_cut, 0)
+        slot = numbers_ // 65536 - tl.where(continues, 1, 2)
+        split = continues | breaks
+        partial_row = tl.where(split, slot * row_stride, -1)
+        merge = tl.where(split, numbers_ % 65536 - 1, -1)
+        if shares:
+            of_group = tiles_ > 0
+            heads = tl.where(of_group, num_kv_heads, 0) + head
+            only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
+            has_parts = split | of_group | (skipped_ > 0)
+            partial_row = tl.where(has_parts & ~split, only, partial_row)
+            merge = tl.zeros_like(merge) - 1
+        words = plan + items_at + index * ITEM_WORDS
+        first_tile = from_tile + tl.where(continues, begins_at, 0)
+        end_tile = tl.where(breaks, from_tile + ends_at, to_tile)
+        _store_words(words, member, head, row_begin, row_end, valid)
+        _store_words(words + 4, tile_, first_tile, end_tile, partial_row, valid)
+        _store_words(words + 8, merge, q_begin_, q_len_, kv_len_, valid)
+        if shares:
+            opens_strip = valid & ~continues
+            parts = tl.where(split, tl.gather(closing, at_cut, 0) - slot, tl.where(has_parts, 1, 0))
+            is_member = skipped_ > 0
+            of_prefix = batch + tl.gather(group, request, 0)
+            of_prefix = tl.where(is_member, of_prefix, 0)
+            prefix = tl.gather(strip_of, of_prefix, 0)
+            prefix += head * tl.gather(query_tiles, of_prefix, 0)
+            group_row = (q_begin_ - tl.gather(q_begin, of_prefix, 0)) * group_size
+            group_tile = tl.gather(tile, of_prefix, 0)
+            words = plan + merges_at + mine * MERGE_WORDS
+            prefix = tl.where(is_member, prefix, -1)
+            group_row = tl.where(is_member, group_row, row_begin)
+            group_tile = tl.where(is_member, group_tile, tile_)
+            _store_words(words, prefix, head, group_row, row_end - row_begin, opens_strip)
+            _store_words(words + 4, partial_row, parts, group_tile, q_begin_, opens_strip)

@@ -11,6 +11,7 @@ from torch import Tensor
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.paged.config import (
     LARGE,
+    SHARED_ITEM_COST,
     SHARED_ROWS,
     UNBOUNDED,
     Config,
@@ -214,7 +215,9 @@ def split(
         *(quantised, call.left, call.right, call.batch_invariant),
         *(batch, tokens, max_q_len, max_kv_len),
     )
-    return replace(spec, groups=groups, least_saved=LEAST_SAVED) if groups else spec
+    if not groups:
+        return spec
+    return replace(spec, groups=groups, least_saved=LEAST_SAVED, item_cost=SHARED_ITEM_COST)
 
 
 def _most_rows(group_size: int, max_q_len: int, sharing_tokens: int) -> int:
