@@ -100,7 +100,8 @@ def test_bfloat16_gives_the_same_probabilities(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Hopper's own kernels, by captured graphs but for what scores prompts."""
-    cpu, gpu = pair(kind, tmp_path, monkeypatch, dtype="bfloat16", max_num_batched_tokens=512)
+    options: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 16}
+    cpu, gpu = pair(kind, tmp_path, monkeypatch, dtype="bfloat16", **options)
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     texts = [
