@@ -114,6 +114,9 @@ class DeviceRunner:
             max_rows, decoder.config.hidden, dtype=decoder.dtype, device=device
         )
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._prompt_lens: Tensor | None = None  # of each token's prompt, where the decoder asks
+        if decoder.needs_lengths:
+            self._prompt_lens = torch.zeros(tokens, dtype=torch.int64, device=device)
 
     # ------------------------------------------------------------------ before the first step
 
@@ -166,13 +169,18 @@ class DeviceRunner:
         small = [n for n in self._decode_sizes if n <= WARM_SIZES]
         shapes = [Shape.mixed(self._mixed_sizes[-1], most), Shape.decode(small[0])]
         forwards = [partial(self._forward, shape) for shape in shapes]
-        # What these compile differs; the other sizes share most of it.
+        # Of those beside each other no two compile the same; the rest find it compiled.
         self._run_beside([partial(self._draw, most), *forwards])
-        shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, (*small, most))]
-        if self._shared_bytes:
-            shapes += [Shape.decode(n, True) for n in (*small, most) if n > 1]
+        shapes = [Shape.decode(n) for n in (most, *small[1:3])]
+        if self._shared_bytes and most > 1:
+            shapes += [Shape.decode(n, True) for n in {most, small[1] if len(small) > 1 else most}]
         self._run_beside([partial(self._forward, shape) for shape in shapes])
-        self._run_beside([partial(self._draw, n) for n in small])
+        shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, small)]
+        with torch.inference_mode():
+            for shape in shapes:
+                self._forward(shape)
+            for size in small:
+                self._draw(size)
 
     def _run_beside(self, parts: Sequence[Callable[[], object]]) -> None:
         """Run parts of steps on padding, on a GPU beside each other, for what they compile. What they
@@ -233,6 +241,9 @@ class DeviceRunner:
             self._staging.send([], part, samples[:0])
             self._prepare(Shape.decode(1))
         self._staging.send(step.entries, updates, samples)
+        if self._prompt_lens is not None:
+            given = np.repeat([entry.prompt_len for entry in step.entries], lengths)
+            self._prompt_lens[: len(given)] = upload(given, self._device)
         scores = []
         if step.scores:  # needs the hidden states of more tokens than graphs leave
             hidden = self._forward(shape)
@@ -274,6 +285,9 @@ class DeviceRunner:
         """From the packed step to the hidden states, and those that are sampled from."""
         assert self._storage is not None
         step = self._prepare(shape)
+        lengths = None
+        if self._prompt_lens is not None:
+            lengths = torch.maximum(step.positions + 1, self._prompt_lens[: shape.tokens])
         kv: dict[int, LayerKV] = {}
         for number, group in enumerate(self._storage.groups):
             batch = PagedBatch(
@@ -295,7 +309,7 @@ class DeviceRunner:
                     plans[call] = attention.plan(call, batch, shape.tokens)
                 planned, plan = plans[call]
                 kv[layer] = LayerKV(
-                    *self._storage.layer(layer), step.slots[number], planned, plan=plan
+                    *self._storage.layer(layer), step.slots[number], planned, lengths, plan
                 )
         layers = [kv[layer] for layer in range(len(kv))]
         with weights_at_rest():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.lanes import lanes_of
 from rooftile.kernels.triton.pointwise import where
 
 BLOCK = 512  # pages at a time
@@ -120,7 +121,7 @@ def find_prefixes(
             page_size,
             block=BLOCK,
         )
-        lanes = triton.next_power_of_2(batch + 1)
+        lanes = lanes_of(batch + 1)
         groups_kernel[(1,)](common, first, lens, batch, page_size, least, lanes=lanes, num_warps=8)
     return first, lens
 

@@ -36,7 +36,7 @@ def update_tables_kernel(
             tl.store(target + column, pages, mask=column < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_capacity", "request_capacity", "sample_capacity"])
 def prepare_kernel(
     packed,
     row_tables,
