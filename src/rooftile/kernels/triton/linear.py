@@ -29,6 +29,7 @@ from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 MOST_ROWS = 4
+LARGE = 64 << 20  # bytes of a weight that is read best by programs of one output feature
 MOST_JOINED = 16 << 20  # bytes of a weight whose programs compute the norm before it by themselves
 
 
@@ -311,7 +312,8 @@ def _joins_norm(weight: Tensor) -> bool:
 def _tiles(rows: int, out_features: int, weight: Tensor, activation: str, has_norm: bool) -> Tiles:
     inner = 128 * 16 // weight.element_size()  # of four warps
     if rows == 1 and not has_norm:
-        return Tiles(1, inner, 2)  # few registers: as many programs as a multiprocessor takes
+        # Few registers, so that a multiprocessor takes as many programs as it can.
+        return Tiles(1 if weight.nbytes >= LARGE else 2, inner, 1)
     # Sums of rows and gates are in registers.
     return Tiles(4 // (2 if rows > 2 else 1) // (2 if activation else 1), inner, 1)
 
