@@ -73,7 +73,7 @@ def test_pages_steps_prefixes_and_preemption_change_nothing(
     assert llm.stats().kv.prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["dual chunk", "differential"])
+@pytest.mark.parametrize("kind", ["dual chunk", "whole prompts", "differential"])
 def test_on_the_runner_for_gpus(
     kind: str,
     model: tuple[str, Any],
@@ -86,6 +86,9 @@ def test_on_the_runner_for_gpus(
     if kind == "differential":
         hugging_face.save(hugging_face.random_model("diffllama", head_dim=8), tmp_path)
         directory, options = str(tmp_path), {**options, "dual_chunk": None}
+        expected = answers(load(directory, **options))
+    if kind == "whole prompts":
+        options["dual_chunk"] = {**CHUNKS, "length_factor": "prompt"}
         expected = answers(load(directory, **options))
     use_padded_runner(monkeypatch)
     llm = load(directory, **options)

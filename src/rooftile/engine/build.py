@@ -110,11 +110,6 @@ def _gpu_runner(
     report: Report,
 ) -> tuple[DeviceRunner, list[int]]:
     """Warm up on a page a group, then give the pages what is really free, then capture."""
-    if decoder.needs_lengths:
-        raise NotImplementedError(
-            "dual_chunk has length_factor 'prompt', which runs on a CPU only; "
-            "take 'query', or device='cpu'"
-        )
     assert config.max_num_batched_tokens is not None
     with out_of_memory(config, "a step"):
         runner = DeviceRunner(
