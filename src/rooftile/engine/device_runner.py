@@ -169,13 +169,18 @@ class DeviceRunner:
         small = [n for n in self._decode_sizes if n <= WARM_SIZES]
         shapes = [Shape.mixed(self._mixed_sizes[-1], most), Shape.decode(small[0])]
         forwards = [partial(self._forward, shape) for shape in shapes]
-        # What these compile differs; the other sizes share most of it.
+        # Of those beside each other no two compile the same; the rest find it compiled.
         self._run_beside([partial(self._draw, most), *forwards])
-        shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, (*small, most))]
-        if self._shared_bytes:
-            shapes += [Shape.decode(n, True) for n in (*small, most) if n > 1]
+        shapes = [Shape.decode(n) for n in (most, *small[1:3])]
+        if self._shared_bytes and most > 1:
+            shapes += [Shape.decode(n, True) for n in {most, small[1] if len(small) > 1 else most}]
         self._run_beside([partial(self._forward, shape) for shape in shapes])
-        self._run_beside([partial(self._draw, n) for n in small])
+        shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, small)]
+        with torch.inference_mode():
+            for shape in shapes:
+                self._forward(shape)
+            for size in small:
+                self._draw(size)
 
     def _run_beside(self, parts: Sequence[Callable[[], object]]) -> None:
         """Run parts of steps on padding, on a GPU beside each other, for what they compile. What they
