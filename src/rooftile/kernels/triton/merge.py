@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.pointwise import early, overlap
 from rooftile.kernels.triton.split_kv import MERGE_WORDS
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
@@ -141,8 +142,10 @@ def merge_shared_kernel(
     row_block: tl.constexpr,
     part_block: tl.constexpr,
     dim_tile: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """A program for each strip of a request, strips beyond the grid in further turns."""
+    early(overlapped)
     column = tl.arange(0, dim_tile)[None, None, :]
     for index in range(tl.program_id(0), tl.load(plan + 4), tl.num_programs(0)):
         words = plan + merges_at + index * MERGE_WORDS
@@ -231,6 +234,7 @@ def merge_shared(
         part_block=16,
         dim_tile=dim_tile,
         num_warps=4,
+        **overlap(out),
     )
 
 

@@ -32,6 +32,14 @@ def _begun(begins, counted, bins: tl.constexpr):
 
 
 @triton.jit
+def _quotient(a, b):
+    """a // b of numbers from 0 on whose quotients are below 2^22: by floats, which is shorter."""
+    q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
+    rest = a - q * b
+    return q + tl.where(rest >= b, 1, 0) - tl.where(rest < 0, 1, 0)
+
+
+@triton.jit
 def _store_words(at, a, b, c, d, mask):
     """Four words each at `at`, which is a multiple of 16 bytes, in one store."""
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0], 4])
@@ -188,7 +196,7 @@ def split_kv_single_kernel(
     rest = (total - of_cta * used).to(tl.int32)
     cta = tl.arange(0, cta_block)
     turn = tl.minimum(cta, used)
-    place = turn * of_cta + turn * rest // used
+    place = turn * of_cta + _quotient(turn * rest, used)
     inside = place < total
     # The first cut at or after the beginning of each lane: near its share of the whole.
     near = place_of.to(tl.float32) / tl.maximum(total, 1).to(tl.float32) * used
@@ -220,7 +228,7 @@ def split_kv_single_kernel(
     into_lane += tl.where(over >= width, 1, 0) - tl.where(over < 0, 1, 0)
     into = tl.where(inside, offset - into_lane.to(tl.int64) * width, 0).to(tl.int32)
     strip = (before & STRIP_MASK).to(tl.int32) * num_kv_heads + into_lane
-    at = (tl.maximum(into - item_cost, 0) + cut_cost // 2) // cut_cost
+    at = _quotient(tl.maximum(into - item_cost, 0) + (cut_cost >> 1), cut_cost)
     at = tl.where(at < min_piece, 0, tl.where(tiles_there - at >= min_piece, at, -1))
     at = tl.where(tiles_there < 2 * min_piece, tl.where(2 * into < width, 0, -1), at)
     strip = tl.where(inside, strip + tl.where(at < 0, 1, 0), all_strips)
