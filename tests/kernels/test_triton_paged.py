@@ -191,7 +191,7 @@ def test_what_the_kernel_refuses() -> None:
         paged_attention(wide.q, pages, pages, paged.batch, kernel="triton")
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     groups=prefixes.GROUPS, idle=st.integers(0, 2), has_sink=st.booleans(), planned=st.booleans(),
     least=st.sampled_from([0, 0, 100]), dtype=DTYPES, seed=st.integers(0, 2**31),
@@ -234,7 +234,7 @@ def test_shared_keys_are_read_once_and_only_where_it_pays(monkeypatch: pytest.Mo
     assert read(0) == {0: 3, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 1}
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 127, 128, 129, 600, 700])),
