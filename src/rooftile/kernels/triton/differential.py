@@ -30,6 +30,7 @@ from rooftile.kernels.triton.descriptors import (
     unit_stride,
 )
 from rooftile.kernels.triton.interpreter import INTERPRETED
+from rooftile.kernels.triton.pointwise import early, overlap
 from rooftile.kernels.triton.refusal import refusal
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -470,8 +471,10 @@ def _stack_kernel(
     width,  # k_dim, or 2 * k_dim: each query then stands in its own half, zeros in the other
     pairs_tile: tl.constexpr,
     width_tile: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """Program (token, tile of pairs)."""
+    early(overlapped)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1) * pairs_tile + tl.arange(0, pairs_tile)[:, None]
     column = tl.arange(0, width_tile)[None, :]
@@ -502,6 +505,7 @@ def stack_queries(q1: Tensor, q2: Tensor, shared_keys: bool) -> Tensor:
             *(q1, q2, stacked, *q1.stride()[:2], *q2.stride()[:2], num_pairs, k_dim, width),
             pairs_tile=pairs_tile,
             width_tile=width_tile,
+            **overlap(q1),
         )
     return stacked
 
@@ -519,8 +523,10 @@ def _subtract_kernel(
     num_pairs,
     v_dim,
     v_tile: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """Program (pair, token)."""
+    early(overlapped)
     pair = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, v_tile)
@@ -554,6 +560,7 @@ def subtract(stacked: Tensor, stacked_lse: Tensor, lam: Tensor) -> Outputs:
             v_dim,
             v_tile=triton.next_power_of_2(v_dim),
             num_warps=1 if v_dim <= 128 else 2,
+            **overlap(stacked),
         )
     return out, lse1, lse2
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.pointwise import early, overlap
 from rooftile.kernels.triton.refusal import refusal
 
 
@@ -57,8 +58,10 @@ def dual_chunk_rotary_kernel(
     interleaved: tl.constexpr,
     has_rest: tl.constexpr,
     has_lengths: tl.constexpr,
+    overlapped: tl.constexpr,
 ):
     """Program (token, tile of heads)."""
+    early(overlapped)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     position = tl.load(positions + token).to(tl.int64)
@@ -125,6 +128,7 @@ def dual_chunk_rotary(
             interleaved=interleaved,
             has_rest=rest > 0,
             has_lengths=lengths is not None,
+            **overlap(q),
         )
     return rotations
 
