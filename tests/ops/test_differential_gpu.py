@@ -6,6 +6,7 @@ compared with two softmaxes written out row by row.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,10 @@ from rooftile.ops.differential import (
     differential_attention,
     differential_attention_varlen,
     paged_differential_attention,
+    plan_differential,
 )
+from rooftile.ops.paged import plan_arguments
+from rooftile.types import PagedBatch, PrefixGroups
 from tests.ops.test_paged_gpu import FEW, Shape, make
 
 pytestmark = [
@@ -192,6 +196,48 @@ def test_dense(
     options |= {"max_q_len": q_len, "max_kv_len": kv_len}
     got = differential_attention_varlen(*flat, of_tokens, *cu, kernel=family, **options)
     assert_close([x.unflatten(0, (2, q_len)) for x in got], exact, plain, size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_is_read_once(family: str) -> None:
+    """By the plan of a step whose requests share their first pages, as an engine's layers take it."""
+    shared, own, count = 2048, 64, 24
+    g = torch.Generator("cuda").manual_seed(0)
+    pages = shared // 16 + count * own // 16
+    k, v = torch.randn(2, pages, 2, 16, 128, generator=g, device="cuda").bfloat16()
+    mine = torch.arange(shared // 16, pages, device="cuda").view(count, -1)
+    first = torch.arange(shared // 16, device="cuda").expand(count, -1)
+    kv_lens = (torch.randint(1, own + 1, (count,), generator=g, device="cuda") + shared).int()
+    groups = PrefixGroups(
+        torch.tensor([0, count, count], dtype=torch.int32, device="cuda"),
+        torch.tensor([shared, 0], dtype=torch.int32, device="cuda"),
+        shared,
+    )
+    cu = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    table = torch.cat([first, mine], 1).int()
+    batch = PagedBatch(cu, kv_lens, table, 1, shared + own, groups)
+    q1, q2 = torch.randn(2, count, 8, 64, generator=g, device="cuda").bfloat16()
+    lam = torch.rand(8, generator=g, device="cuda")
+    call = PAGED_DIFFERENTIAL.call(
+        q1, q2, k, v, lam, cu, kv_lens, table, 1, 1, -1, 0, 1.0, None, []
+    )
+    batch, plan = plan_differential(call, batch, count, family)
+    assert plan.split is not None
+    assert plan.split.groups == 2
+    got = PAGED_DIFFERENTIAL.handle(
+        *(q1, q2, k, v, lam, cu, kv_lens, table, 1, shared + own, -1, 0, 0.125),
+        *(*plan_arguments(plan), family),
+    )
+
+    def run(tensors: Sequence[Tensor], lam: Any) -> Any:
+        alone = dataclasses.replace(batch, prefix=None)
+        return paged_differential_attention(
+            *tensors, alone, lam, return_lse=True, kernel="reference"
+        )
+
+    tensors = (q1, q2, k, v)
+    exact, size = run(wide(tensors), lam.double()), size_of_both(lambda x: run(wide(tensors), x))
+    assert_close(got, exact, run(tensors, lam), size)
 
 
 def test_gradients_equal_those_on_the_cpu() -> None:
