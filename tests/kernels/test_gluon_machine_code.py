@@ -16,11 +16,19 @@ if not triton.__version__.startswith("3.6."):
         allow_module_level=True,
     )
 
+import triton.language as tl  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
+from rooftile.kernels.gluon.attention.config import (  # noqa: E402
+    ANCHORED,
+    DRAWN_64,
+    SHORT_64,
+    SHORT_128,
+    Config,
+    config_of,
+)
 from rooftile.kernels.gluon.attention.config import CONFIGS as BY_DIM  # noqa: E402
-from rooftile.kernels.gluon.attention.config import SHORT_64, SHORT_128, config_of  # noqa: E402
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
@@ -37,27 +45,44 @@ ALIBI = {**CAUSAL, "has_alibi": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
 CONFIGS = {"64": BY_DIM[64], "64 short": SHORT_64,
            "128": BY_DIM[128], "128 short": SHORT_128, "256": BY_DIM[256],
+           "64 drawn": DRAWN_64, "64 anchored": ANCHORED[64], "128 anchored": ANCHORED[128],
            "256 alibi": config_of(256, 256, 2048, 0, has_alibi=True)}  # fmt: skip
 
+BIASED = {"64", "64 short", "128", "128 short", "256 alibi"}
 
-def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> MachineCode:
-    config = CONFIGS[name]
+
+def compiled(
+    config: Config | str,
+    features: dict[str, bool],
+    more_types: dict[str, Any] | None = None,
+    dtype: Any = gl.bfloat16,
+    **changes: Any,
+) -> MachineCode:
+    config = CONFIGS[config] if isinstance(config, str) else config
     leading = [1] * (3 if features["ragged"] else 2)
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
-    for x, rows in (("q", 64), ("k", config.block), ("v", config.block), ("o", 64)):
+    boxes = {"q": 64, "k": config.block, "v": config.block, "o": 64, "k64": 64, "v64": 64}
+    for x, rows in boxes.items():
         types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
     types |= {
         "lse": "*fp32",
         "sink": "*fp32",
         "slopes": "*fp32",
         "entries": "*i32",
+        "cu_seqlens_q": "*i32",
+        "cu_seqlens_k": "*i32",
         "factor": "fp32",
         "softcap": "fp32",
-    }
+        "score_captured": (),
+        "mask_captured": (),
+    } | (more_types or {})
+    values = dict(constants(config, **features, **changes))
+    if not config.anchored:
+        values |= {"k64_desc": None, "v64_desc": None}
     return compile_for_hopper(
         attention_kernel,
         types,
-        dict(constants(config, **features)),
+        values,
         most_registers=config.most_registers,
     )
 
@@ -73,27 +98,37 @@ def compiled(name: str, features: dict[str, bool], dtype: Any = gl.bfloat16) -> 
         ("128", RAGGED),
         ("128 short", PLAIN),
         ("256", CAUSAL),
+        ("64 drawn", CAUSAL),
+        ("128 anchored", PLAIN),
+        ("128 anchored", RAGGED),
         *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
         *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),
         pytest.param("256", PLAIN, marks=pytest.mark.slow),
-        *(pytest.param(name, ALIBI, marks=pytest.mark.slow) for name in CONFIGS if name != "256"),
+        *(pytest.param(name, ALIBI, marks=pytest.mark.slow) for name in CONFIGS if name in BIASED),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
 )
 def test_attention(name: str, features: dict[str, bool]) -> None:
     code = compiled(name, features)
     config = CONFIGS[name]
-    assert code.spills() == 0
+    check_loops(code, config)
     # An SM has 1 KB more than a lone CTA may take, and keeps 1 KB of each CTA's for itself.
     assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
     assert code.count("UTMALDG")
     assert code.count("UTMASTG")
     assert code.count("HGMMA")
-    loops = code.product_loops()
+
+
+def check_loops(code: MachineCode, config: Config) -> None:
+    # A second pass takes registers from what is alive across a tile, not from the loops over keys.
+    assert code.spills() == 0 or config.anchored
+    loops = [loop for loop in code.product_loops() if not loop.count("UTMALDG")]
     assert len(loops) >= config.groups
     exponentials = config.block // 2  # a thread's share of a block's 64 rows
     for loop in loops:
         assert loop.hazards() == []
+        if loop.count("MUFU.EX2") >= exponentials:
+            assert loop.count("LDL") + loop.count("STL") == 0
         # Each product is in flight as a whole: ptxas waits after every instruction of it where
         # registers run short.
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
@@ -101,8 +136,53 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
             assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
 
 
+@pytest.mark.parametrize(
+    ("name", "dims", "steps"),  # steps: of 16 columns, in the products of a block
+    [("128", (96, 96), 6 + 16), ("256", (192, 192), 12 + 8), ("256", (192, 128), 12 + 4)],
+    ids=str,
+)
+def test_head_dims_between_powers_of_two(name: str, dims: tuple[int, int], steps: int) -> None:
+    code = compiled(name, PLAIN, k_dim=dims[0], v_dim=dims[1])
+    check_loops(code, CONFIGS[name])
+    assert [loop.count("HGMMA") for loop in code.product_loops()[:2]] == [steps, steps]
+
+
+def test_few_sequences_are_sorted_by_each_cta() -> None:
+    code = compiled("128", RAGGED, most_sorted=128)
+    check_loops(code, CONFIGS["128"])
+    assert code.shared_bytes <= SHARED_MEMORY
+
+
+@triton.jit
+def _double(x):  # type: ignore[no-untyped-def]
+    return 2.0 * x
+
+
+@triton.jit
+def _nearer(s, b, h, i, j, slopes):  # type: ignore[no-untyped-def]
+    return tl.where(i > j, _double(s), s - tl.load(slopes + h) * tl.abs(i - j) + tl.exp(-s))
+
+
+@triton.jit
+def _document(b, h, i, j, documents):  # type: ignore[no-untyped-def]
+    return tl.load(documents + i) == tl.load(documents + j)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_functions_of_the_caller(dim: int) -> None:
+    """Plain Triton functions, with what they call and load, compile within a Gluon kernel."""
+    config = config_of(dim, dim, 2048, 0, has_mods=True)
+    types = {"score_captured": ("*fp32",), "mask_captured": ("*i32",)}
+    code = compiled(config, RAGGED, types, score_mod=_nearer, mask_mod=_document)
+    loops = code.product_loops()
+    assert len(loops) >= config.groups
+    for loop in loops:
+        assert loop.hazards() == []
+        assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
+
+
 def test_half_precision_compiles_too() -> None:
-    code = compiled("128", PLAIN, gl.float16)
+    code = compiled("128", PLAIN, dtype=gl.float16)
     assert code.spills() == 0
     assert any(".F16" in x.name or "F32" in x.name for x in code.instructions if "HGMMA" in x.name)
 

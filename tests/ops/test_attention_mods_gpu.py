@@ -1,4 +1,4 @@
-"""`score_mod` and `mask_mod` in the portable kernel on a GPU, against the torch reference in float64."""
+"""`score_mod` and `mask_mod` in the Triton and Gluon kernels on a GPU, against the torch reference in float64."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def stripes(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return ((i + j + h) % 5 != 0) | (i == j)
 
 
+FAMILIES = ["triton"]
+if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    FAMILIES.append("gluon")
 ALIBI, STRIPES = score_mod(_alibi, reference=alibi), mask_mod(_stripes, reference=stripes)
 
 
@@ -51,15 +54,16 @@ def close(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], eps: float) 
     assert torch.allclose(got[1][seen].double(), exact[1][seen], atol=2e-3)
 
 
+@pytest.mark.parametrize("kernel", FAMILIES)
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.sampled_from([(1, 1), (65, 64), (200, 333), (513, 700)]),
-    heads=st.sampled_from([(2, 2), (6, 2)]), dim=st.sampled_from([64, 96, 128]),
+    heads=st.sampled_from([(2, 2), (6, 2)]), dim=st.sampled_from([64, 96, 128, 256]),
     causal=st.booleans(), which=st.sampled_from(["score", "mask", "both"]), ragged=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_modifiers(
-    lengths: tuple[int, int], heads: tuple[int, int], dim: int, causal: bool, which: str,
+    kernel: str, lengths: tuple[int, int], heads: tuple[int, int], dim: int, causal: bool, which: str,
     ragged: bool, dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     g = torch.Generator("cuda").manual_seed(seed)
@@ -81,7 +85,7 @@ def test_modifiers(
         tensors, run = [*(x.flatten(0, 1) for x in (q, k, v)), *cu], attention_varlen
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
     exact = run(*wide, kernel="reference", **options)  # type: ignore[arg-type]
-    got = run(*tensors, kernel="triton", **options)  # type: ignore[arg-type]
+    got = run(*tensors, kernel=kernel, **options)  # type: ignore[arg-type]
     close(got, exact, torch.finfo(dtype).eps)
 
 
@@ -94,7 +98,7 @@ def test_graphs_compilation_and_the_choice_of_kernel() -> None:
 
     eager = run(q, slopes)
     explicit = attention(
-        q, q, q, causal=True, score_mod=ALIBI(slopes, bias), mask_mod=STRIPES, kernel="triton"
+        q, q, q, causal=True, score_mod=ALIBI(slopes, bias), mask_mod=STRIPES, kernel=FAMILIES[-1]
     )
     assert torch.equal(eager, explicit)  # type: ignore[arg-type]
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

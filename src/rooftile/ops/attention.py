@@ -151,19 +151,21 @@ def attention_varlen(
     name = "attention_varlen"
     kind = None
     plain = score_mod is None and mask_mod is None and alibi_slopes is None
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, *(() if sink is None else (sink,)))
+    given: tuple[Tensor, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if sink is not None:
+        given = (*given, sink)
     if plain and undispatched(*given) and not contents_checked(cu_seqlens_q):
-        lengths = (cu_seqlens_q, cu_seqlens_k)
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(causal, window, softcap, softmax_scale, kernel, max_q_len, max_kv_len),
-            *((x.shape, x.stride(), x.dtype, x.device) for x in lengths),
+            *(cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device),
+            *(cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device),
             None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
         )
         run = _CHECKED_VARLEN.get(kind)
         if run is not None:
-            out, lse = run(q, k, v, *lengths, sink)
+            out, lse = run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
             return (out, lse) if return_lse else out
     check_qkv(name, q, k, v, "[tokens, heads, dim]", 3)
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)

@@ -38,14 +38,14 @@ _OPTIONS = (
     "int left, int right, float softcap, float scale, str score_mod, Tensor[] score_tensors,"
     " str mask_mod, Tensor[] mask_tensors"
 )
-_REFUSAL = "it takes no score_mod or mask_mod; the portable Triton kernel does"
+_REFUSAL = "it takes no score_mod or mask_mod; the Triton and Gluon kernels do"
 
 ATTENTION_MODS = Operator(
     "attention_mods",
     f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_OPTIONS}) -> (Tensor, Tensor)",
     module="attention_mods",
-    families=("triton", "reference"),
-    refused={"gluon": _REFUSAL, "torch": _REFUSAL},
+    families=("gluon", "triton", "reference"),
+    refused={"torch": _REFUSAL},
     call=_call,
     fake=lambda q, k, v, *_: fake_attention(q, v),
 )
@@ -55,8 +55,8 @@ ATTENTION_VARLEN_MODS = Operator(
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q_len,"
     f" SymInt max_kv_len, Tensor? sink, {_OPTIONS}) -> (Tensor, Tensor)",
     module="attention_mods",
-    families=("triton", "reference"),
-    refused={"gluon": _REFUSAL, "torch": _REFUSAL},
+    families=("gluon", "triton", "reference"),
+    refused={"torch": _REFUSAL},
     call=lambda q, k, v, cu_q, cu_k, max_q, max_kv, *rest: _call(q, k, v, *rest),
     fake=lambda q, k, v, *_: fake_attention(q, v),
 )

@@ -14,17 +14,19 @@ _SLOTS = 4096
 _FIELDS = 4  # 16 bytes: what Triton supposes of a pointer
 _pools: dict[torch.device, Tensor] = {}  # [slots, fields] int32, handed out from the front
 _handed_out: dict[torch.device, int] = {}
-_of_stream: dict[tuple[torch.device, int], Tensor] = {}
+_of_stream: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 def counter(device: torch.device) -> Tensor:  # [fields] int32
     """A counter for the next launch on the current stream of `device`."""
     if device.type != "cuda":
         return torch.zeros(_FIELDS, dtype=torch.int32, device=device)
-    capturing = torch.cuda.is_current_stream_capturing()
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    if not capturing and key in _of_stream:
-        return _of_stream[key]
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    if not capturing:
+        known = _of_stream.get(key)
+        if known is not None:
+            return known
     slot = _new_slot(device, capturing)
     if not capturing:
         _of_stream[key] = slot

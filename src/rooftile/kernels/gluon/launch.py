@@ -9,6 +9,7 @@ and tensor maps of addresses seen before are reused.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,12 +53,13 @@ class Launch:
         device: torch.device,
         dtype: Hashable,  # of the tensors, as far as they may differ
         boxes: tuple[Box, ...],
-        numbers: tuple[int | float, ...],
+        numbers: tuple[int | float | tuple[()], ...],
         constants: tuple[tuple[str, Any], ...],
         most_registers: int | None = None,  # of a thread at launch; None: the compiler's choice
         warps: int = 4,  # of a CTA, before a kernel adds roles
         dependent: bool = False,  # it may start under the end of another: tile/dependent.py
         stages: int | None = None,  # of loads that the compiler pipelines; None: its choice
+        absent: int = 0,  # descriptors after the last box that this kind of call does without
     ) -> None:
         self._kernel = kernel
         self._ctas = ctas
@@ -72,7 +74,9 @@ class Launch:
             self._options["maxnreg"] = most_registers
         if stages:
             self._options["num_stages"] = stages
-        self._key = (kernel, device, dtype, constants, most_registers, warps, dependent, stages)
+        options = (most_registers, warps, dependent, stages, absent)
+        self._key = (kernel, device, dtype, constants, options)
+        self._absent = (None,) * absent
         self._tail = (*numbers, *(value for _, value in constants))
         self._maps: dict[tuple[int, int], Any] = {}  # by argument and address
         self._described: dict[tuple[int, ...], tuple[Any, ...]] = {}  # by addresses of all
@@ -104,6 +108,21 @@ class Launch:
             *self._tail,
         )
 
+    def with_captured(
+        self,
+        bases: tuple[Tensor, ...],
+        pointers: tuple[Tensor, ...],
+        captured: tuple[tuple[Tensor, ...], ...],  # instead of the last of `numbers`
+    ) -> None:
+        """The same through Triton's own launch, for tensors whose number and types it has to see."""
+        descriptors = self._descriptors(bases)
+        numbers = self._numbers[: len(self._numbers) - len(captured)]
+        with torch.cuda.device(self._index) if self._index is not None else nullcontext():
+            self._kernel[(self._ctas,)](
+                *(*descriptors, *pointers, *numbers, *captured),
+                **(dict(self._constants) | self._options),
+            )
+
     def _describe(self, bare: BareKernel, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments that stand for the descriptors of tensors at these addresses."""
         if len(self._described) >= _MOST_DESCRIBED:
@@ -114,12 +133,16 @@ class Launch:
             if (i, address) not in self._maps:
                 self._maps[i, address] = bare.tensor_map(i, address, box.shape, box.strides)
             described += (self._maps[i, address], *box.shape, *box.strides)
-        self._described[addresses] = tuple(described)
+        self._described[addresses] = (*described, *self._absent)
         return self._described[addresses]
+
+    def _descriptors(self, bases: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        boxes = zip(self._boxes, bases, strict=True)
+        return (*(box.at(base) for box, base in boxes), *self._absent)
 
     def _run_through_triton(self, bases: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
         """The first call of a kind compiles, or finds what was compiled for another."""
-        descriptors = [box.at(base) for box, base in zip(self._boxes, bases, strict=True)]
+        descriptors = self._descriptors(bases)
         compiled = _compiled.get(self._key)
         if compiled is None:
             compiled = self._kernel[(self._ctas,)](

@@ -1,6 +1,10 @@
 """How each head dim and length is run, with the measurement behind each threshold."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -17,10 +21,16 @@ class Config:
     overlapped: bool = True  # the softmax of a block runs under the product of the one before
     ctas: int = 1  # that share an SM
     lazy: bool = True
+    anchored: bool = (
+        False  # the row maximum is that of a tile's first keys, see OnlineSoftmax.weigh
+    )
     sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
     software_share: int = 0
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
+    in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
+    dependent: bool = False  # starts under the end of the kernel before: tile/dependent.py
+    last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
 
     def __post_init__(self) -> None:
         if self.overlapped and self.stages < 2:
@@ -43,13 +53,28 @@ class Config:
         return 2**16 // (32 * warps * self.ctas) // 8 * 8
 
     @property
+    def most_sorted(self) -> int:
+        """Sequences, with one for padding, that a CTA sorts for itself; two CTAs have no room."""
+        return 128 if self.ctas == 1 else 0
+
+    def for_dtype(self, dtype: torch.dtype) -> Config:
+        """float16 ends at 2^16, too soon for weights under an anchored maximum."""
+        return replace(self, anchored=False) if dtype == torch.float16 else self
+
+    def rounds(self, num_tiles: int, ctas: int) -> int:
+        """How many tiles a CTA takes in turn before it draws."""
+        if self.last_rounds is None:
+            return 1
+        return max(num_tiles // ctas - self.last_rounds, 1)
+
+    @property
     def tile_rows(self) -> int:
         return 64 * self.groups
 
 
 CONFIGS = {
     64: Config(64, 3, 128, 2, 160, 32, turns=3),
-    128: Config(128, 2, 128, 2, 240, 24, turns=2),
+    128: Config(128, 2, 128, 2, 240, 24, turns=2, in_turn=128),
     256: Config(256, 2, 64, 2, 232, 40, own_output=False),
 }
 # Short sequences at head dim 64: tiles of 128 rows waste less than 192, also on the diagonal, and two
@@ -58,16 +83,28 @@ CONFIGS = {
 # s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
 # s8192 1.10, 0.98, 1.11.
 SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2, sums_in_parts=True)
-SHORT_Q_LEN = 512
-SHORT_CAUSAL_Q_LEN = 4096
-# Full attention of more than two tiles of rows draws them too: s512 1.07 against 1.05, s256 1.01
-# against 1.05.
-DRAWN_64 = replace(SHORT_64, dynamic="always")
+SHORT_Q_LEN = 1024
+SHORT_CAUSAL_Q_LEN = 8192
+# More than two tiles of rows: the two CTAs of an SM run at different speeds, so the last two of each
+# one's tiles are drawn. H200, share of cuDNN in turn, drawn, the last two drawn: full s512 1.12, 1.15,
+# 1.16, s768 1.14, 1.19, 1.20; causal s512 1.23, 1.23, 1.27; s256 1.07, -, 0.94.
+DRAWN_64 = replace(SHORT_64, anchored=True, dynamic="always", last_rounds=2)
 DRAWN_64_Q_LEN = 257
 # One or two tiles of rows at head dim 128, seen whole: tiles of 64 keys start sooner. H200, share of
 # cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
 SHORT_128 = Config(128, 2, 64, 4, 240, 24)
 SHORT_128_Q_LENS = range(129, 257)
+# In turn, drawn, the last two drawn, causal, share of cuDNN: s256 0.90, -, 0.94, s512 -, 0.98, 1.02,
+# s768 -, 1.05, 1.08.
+LAST_DRAWN_128_Q_LEN = 1024
+# An anchored maximum saves a third of a block's instructions, and costs a check at a tile's end. H200,
+# share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
+# s512 1.15, 1.23, s16384 1.17, 1.26; d128 full s512 1.04, 1.02, s2048 1.07, 1.10, s16384 1.07, 1.09; causal
+# s768 1.16, 1.12, s2048 1.11, 1.13, s16384 1.23, 1.28.
+ANCHORED = {dim: replace(CONFIGS[dim], anchored=True) for dim in (64, 128)}
+ANCHORED_Q_LEN = 1025
+# Functions of the caller take registers that two CTAs do not have.
+MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
 UNBOUNDED = 2**30  # beyond every length
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
@@ -82,16 +119,29 @@ SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # 
 IN_TURN_Q_LEN = 256
 
 
-def config_of(k_dim: int, v_dim: int, q_len: int, right: int, has_alibi: bool = False) -> Config:
+def config_of(
+    k_dim: int,
+    v_dim: int,
+    q_len: int,
+    right: int,
+    has_alibi: bool = False,
+    has_mods: bool = False,
+) -> Config:
     """q_len: of a sequence; of a ragged batch, a typical one."""
     dim = next(dim for dim in CONFIGS if dim >= max(k_dim, v_dim))
+    if dim == 64 and has_mods:
+        return MODIFIED_64
+    if has_alibi or has_mods:  # what they need does not fit into the registers beside the rest
+        if dim == 64 and q_len <= SHORT_CAUSAL_Q_LEN:
+            return SHORT_64
+        return replace(CONFIGS[dim], overlapped=dim < 256)
     if dim == 64 and q_len <= (SHORT_CAUSAL_Q_LEN if right >= 0 else SHORT_Q_LEN):
-        return DRAWN_64 if right < 0 and q_len >= DRAWN_64_Q_LEN else SHORT_64
+        return DRAWN_64 if q_len >= DRAWN_64_Q_LEN else SHORT_64
     if dim == 128 and right < 0 and q_len in SHORT_128_Q_LENS:
         return SHORT_128
-    if dim == 256 and has_alibi:  # the distances do not fit into the registers beside two blocks
-        return replace(CONFIGS[dim], overlapped=False)
-    return CONFIGS[dim]
+    if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:
+        return replace(CONFIGS[128], last_rounds=2)
+    return ANCHORED[dim] if dim in ANCHORED and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
 
 
 def typical_length(tokens: int, batch: int, longest: int) -> int:

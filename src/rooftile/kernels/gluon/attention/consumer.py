@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from rooftile.kernels.gluon.attention.again import attend_again
 from rooftile.kernels.gluon.attention.problem import (
     BATCH,
     BLOCKS,
@@ -15,14 +16,24 @@ from rooftile.kernels.gluon.attention.problem import (
     Q_START,
     ROW0,
 )
+from rooftile.kernels.gluon.attention.scores import adjusted, first_softmax, hide, modified
 from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
-from rooftile.kernels.gluon.tile.mask import visible, whole_range
+from rooftile.kernels.gluon.tile.halves import (
+    add_output,
+    finish_output,
+    multiply_used,
+    output_layout,
+    scale_output,
+    settle_output,
+    store_output,
+    zero_output,
+)
+from rooftile.kernels.gluon.tile.mask import whole_range
 from rooftile.kernels.gluon.tile.mma import (
     GROUP_ROWS,
     accumulator_layout,
     columns_of,
     left_operand_layout,
-    multiply,
     narrow,
     rows_of,
     wait,
@@ -31,39 +42,11 @@ from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
     LOG2_E,
+    OVERFLOW,
     OnlineSoftmax,
     in_parts,
-    rescale,
-    soft_cap,
-    start_softmax,
-    start_softmax_at_sink,
 )
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
-
-
-@gluon.jit
-def hide(problem, s, rows, columns, offset, kv_len):
-    """Scores with what a query does not see at -inf."""
-    seen = visible(
-        rows,
-        columns,
-        offset,
-        kv_len,
-        problem.left,
-        problem.right,
-        problem.has_left,
-        problem.has_right,
-    )
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def _by_distance(s, factor, slope, positions, columns):
-    """Scores in log2 units, lowered in proportion to the distance of query and key (ALiBi)."""
-    distance = gl.expand_dims(positions.to(gl.float32), 1) - gl.expand_dims(
-        columns.to(gl.float32), 0
-    )
-    return s * factor - slope * gl.maximum(distance, -distance)
 
 
 @gluon.jit
@@ -89,39 +72,60 @@ def next_block(
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
     slope=None,  # of the head's ALiBi in log2 units, None: it has none
+    has_mods: gl.constexpr = False,
+    sequence=0,
+    head=0,
+    anchored: gl.constexpr = False,
+    anchor=0,
+    k_used: gl.constexpr = None,  # columns that are not zeros that fill a tile up, None: all
+    v_used: gl.constexpr = None,
 ):
     """Softmax of a block, while the block before is multiplied with V."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
-    factor = problem.factor
+    of_k: gl.constexpr = k_ring.columns if k_used is None else k_used
+    of_v: gl.constexpr = v_dim if v_used is None else v_used
     take_turn(group, problem.turns)
     s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
-    s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+    s = multiply_used(q, k_ring.tile(fill), s, of_k)
     v_ring.arrived(v_fill)
-    o = multiply(weights, v_ring.tile(v_fill), o)
+    o = add_output(o, weights, v_ring.tile(v_fill), of_v)
     pass_turn(group, problem.turns)
     s = wait(1, deps=[s])
     k_ring.release(fill)
-    if problem.has_softcap:
-        s = soft_cap(s, problem.factor, problem.softcap)
-        factor = 1.0  # soft_cap gives log2 units
-    if slope is not None:
-        s = _by_distance(s, factor, slope, rows + offset, n * block + columns)
+    s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
+    if has_mods:
+        keys = n * block + columns
+        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
-    # Only the first block, which is not this one, can run over the end of the keys.
-    if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
-        s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-    p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+    careful = False
+    if anchored:
+        if problem.has_left or problem.has_right:
+            careful = (n < low) | (n >= anchor)
+        alpha = gl.full([GROUP_ROWS], 1.0, gl.float32, rows_of(S))
+        if careful:
+            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+            alpha, softmax = softmax.anchor(s, factor)
+        p, softmax = softmax.weigh(s, factor, problem.software_share)
+    else:
+        # Only the first block, which is not this one, can run over the end of the keys.
+        if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
+            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+        p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
     next_fill = k_ring.after(fill)
     k_ring.arrived(next_fill, pred=more)
     # p passes through the wait so that it is computed before it; it is narrowed after, when the
     # registers of the old weights are free.
-    o, weights, p, alpha, total = wait(0, deps=[o, weights, p, alpha, softmax.total])
+    o, weights, p, alpha, total = settle_output(o, weights, p, alpha, softmax.total, v_dim, of_v)
     softmax = OnlineSoftmax(softmax.maximum, total)
     v_ring.release(v_fill)
-    o = rescale(o, gl.convert_layout(alpha, rows_of(O)), v_dim, problem.lazy)
+    if anchored:
+        if careful:
+            o = scale_output(o, alpha, v_dim, of_v, False)
+    else:
+        o = scale_output(o, alpha, v_dim, of_v, problem.lazy)
     weights = gl.convert_layout(narrow(p, weights.dtype), left_operand_layout(O))
     return o, weights, softmax, next_fill
 
@@ -168,6 +172,9 @@ def attend_overlapped(
     group: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
+    sequence=0,
+    head=0,
+    anchor=0,  # blocks low .. anchor - 1 are weighed under the maximum of those before
 ):
     """All blocks of a tile, the softmax of one under the product of the one before.
 
@@ -187,22 +194,20 @@ def attend_overlapped(
     k_ring.arrived(fill)
     take_turn(group, problem.turns)
     s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
-    s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+    s = multiply_used(q, k_ring.tile(fill), s, problem.k_used)
     pass_turn(group, problem.turns)
     s = wait(0, deps=[s])
     k_ring.release(fill)
-    factor = problem.factor
-    if problem.has_softcap:
-        s = soft_cap(s, problem.factor, problem.softcap)
-        factor = 1.0
-    if slope is not None:
-        s = _by_distance(s, factor, slope, rows + offset, last * block + columns)
+    s, factor = adjusted(problem, s, slope, rows + offset, last * block + columns)
+    if problem.mods.any:
+        keys = last * block + columns
+        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
     if (last < low) | (last >= high):
         s = hide(problem, s, rows, last * block + columns, offset, kv_len)
     p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
-    o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+    o = zero_output(v_dim, problem.v_used)
     v_fill = fill
     fill = k_ring.after(fill)
     k_ring.arrived(fill, pred=blocks > 1)
@@ -231,11 +236,18 @@ def attend_overlapped(
             S,
             O,
             slope,
+            problem.mods.any,
+            sequence,
+            head,
+            problem.anchored,
+            anchor,
+            problem.k_used,
+            problem.v_used,
         )
         v_fill = at
 
     v_ring.arrived(v_fill)
-    o = multiply(weights, v_ring.tile(v_fill), o)
+    o = add_output(o, weights, v_ring.tile(v_fill), problem.v_used)
     return o, weights, v_fill, softmax, fill
 
 
@@ -257,6 +269,9 @@ def _in_order(
     kv_len,
     row0,
     slope,
+    sequence,
+    head,
+    anchor,  # blocks low .. anchor - 1 are weighed under the maximum of those before
     dtype: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
@@ -268,42 +283,59 @@ def _in_order(
     skipped = _not_mine(problem, row0, last, offset, kv_len)
     for _ in range(skipped):
         fill = _skip(k_ring, v_ring, fill)
-    o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+    o = zero_output(v_dim, problem.v_used)
     for i in range(skipped, blocks):
         n = last - i
         k_ring.arrived(fill)
         s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
-        s = multiply(q, k_ring.tile(fill).permute((1, 0)), s, use_acc=False)
+        s = multiply_used(q, k_ring.tile(fill), s, problem.k_used)
         s = wait(0, deps=[s])
         k_ring.release(fill)
-        factor = problem.factor
-        if problem.has_softcap:
-            s = soft_cap(s, problem.factor, problem.softcap)
+        s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
+        if problem.mods.any:
+            keys = n * block + columns
+            s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
             factor = 1.0
-        if slope is not None:
-            s = _by_distance(s, factor, slope, rows + offset, n * block + columns)
-            factor = 1.0
-        if (n < low) | (n >= high):
-            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-        p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
-        o = rescale(o, gl.convert_layout(alpha, rows_of(O)), v_dim, problem.lazy)
+        if problem.anchored:
+            if (n < low) | (n >= anchor):
+                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                alpha, softmax = softmax.anchor(s, factor)
+                o = scale_output(o, alpha, v_dim, problem.v_used, False)
+            p, softmax = softmax.weigh(s, factor, problem.software_share)
+        else:
+            if (n < low) | (n >= high):
+                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+            p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+            o = scale_output(o, alpha, v_dim, problem.v_used, problem.lazy)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
         v_ring.arrived(fill)
-        o = multiply(weights, v_ring.tile(fill), o)
-        o, weights = wait(0, deps=[o, weights])
+        o = add_output(o, weights, v_ring.tile(fill), problem.v_used)
+        o = finish_output(o, weights, v_dim, problem.v_used)
         v_ring.release(fill)
         fill = k_ring.after(fill)
     return o, softmax, fill
 
 
 @gluon.jit
-def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.constexpr):
+def attend(
+    problem,
+    queue,
+    o_desc,
+    k64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
+    v64_desc,
+    landed,  # [groups, 1] barriers of that pass
+    q_ring,
+    k_ring,
+    v_ring,
+    o_tiles,
+    group: gl.constexpr,
+):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
     dtype: gl.constexpr = o_desc.dtype
     S: gl.constexpr = accumulator_layout(block)
-    O: gl.constexpr = accumulator_layout(v_dim)  # noqa: E741
+    O: gl.constexpr = output_layout(v_dim, problem.v_used)  # noqa: E741
     columns = gl.arange(0, block, columns_of(S))
 
     start_turns(group, problem.turns)
@@ -313,26 +345,20 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
     queue.arrived(slot)
     blocks = queue.field(slot, BLOCKS)
     while blocks > 0:
-        batch = queue.field(slot, BATCH)
         head = queue.field(slot, HEAD)
         row0 = queue.field(slot, ROW0) + group * GROUP_ROWS
-        q_start = queue.field(slot, Q_START)
         q_len = queue.field(slot, Q_LEN)
         kv_len = queue.field(slot, KV_LEN)
         last = queue.field(slot, FIRST) + blocks - 1
-        queue.release(slot)
         offset = kv_len - q_len
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
-        if problem.has_sink:
-            sink = gl.load(problem.sink + head)
-            if kv_len < 0:  # padding after the last sequence
-                sink = float("-inf")
-            softmax = start_softmax_at_sink(sink, GROUP_ROWS, rows_of(S))
-        else:
-            softmax = start_softmax(GROUP_ROWS, rows_of(S))
+        softmax = first_softmax(problem, head, kv_len, rows_of(S))
         if problem.sums_in_parts:
             softmax = in_parts(softmax, GROUP_ROWS)
 
+        sequence = 0
+        if problem.mods.any:
+            sequence = queue.field(slot, BATCH)
         slope = None
         if problem.has_alibi:
             slope = gl.load(problem.slopes + head) * LOG2_E
@@ -347,6 +373,10 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
             problem.has_left,
             problem.has_right,
         )
+        end = kv_len
+        if problem.has_right:
+            end = gl.minimum(end, row0 + offset + problem.right + 1)
+        anchor = gl.maximum(end - 1, 0) // block
         q_fill = problem.q_fill(q_turn, group)
         q_ring.arrived(q_fill)
         q = q_ring.tile(q_fill)
@@ -372,6 +402,9 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 group,
                 S,
                 O,
+                sequence,
+                head,
+                anchor,
             )
         else:
             o, softmax, fill = _in_order(
@@ -391,23 +424,58 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 kv_len,
                 row0,
                 slope,
+                sequence,
+                head,
+                anchor,
                 dtype,
                 S,
                 O,
             )
+        softmax = softmax.joined(rows_of(S))
+        too_large = False
+        if problem.anchored:
+            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
+            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+        if problem.overlapped:
+            o = finish_output(o, weights, v_dim, problem.v_used)
+            v_ring.release(v_fill)
+        if problem.anchored:  # noqa: SIM102, known at compile time
+            if too_large:
+                # Read once more instead of kept: the loops have no registers to spare.
+                o, maximum, total = attend_again(
+                    problem,
+                    k64_desc,
+                    v64_desc,
+                    landed.index(group),
+                    q,
+                    o_tiles.index(group),
+                    queue.field(slot, BATCH),
+                    queue.field(slot, HEAD),
+                    row0,
+                    queue.field(slot, Q_LEN),
+                    queue.field(slot, KV_LEN),
+                    slope,
+                    dtype,
+                    v_dim,
+                )
+                softmax = OnlineSoftmax(
+                    gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+                )
         if problem.own_output:
             q_ring.release(q_fill)
             out = o_tiles.index(group)
         else:
             out = q_ring.box(q_fill)
         tma_store_wait(0)
-        if problem.overlapped:
-            o, weights = wait(0, deps=[o, weights])
-            v_ring.release(v_fill)
-        softmax = softmax.joined(rows_of(S))
-        o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
-        out.reshape([GROUP_ROWS, v_dim]).store(o.to(dtype))
+        o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
+        store_output(out.reshape([GROUP_ROWS, v_dim]), o, dtype, problem.v_used)
         fence_async_shared()
+        batch = 0
+        if not problem.ragged:
+            batch = queue.field(slot, BATCH)
+        head = queue.field(slot, HEAD)
+        q_start = queue.field(slot, Q_START)
+        q_len = queue.field(slot, Q_LEN)
         tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
         token = (batch * problem.q_len + q_start + rows).to(gl.int64)
         at_lse = problem.lse + token * problem.num_heads + head
@@ -416,6 +484,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
             tma_store_wait(0)
             q_ring.release(q_fill)
         q_turn = problem.next_q(q_turn)
+        queue.release(slot)
         slot = queue.after(slot)
         queue.arrived(slot)
         blocks = queue.field(slot, BLOCKS)

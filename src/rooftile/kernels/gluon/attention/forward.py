@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
     CONFIGS,
-    IN_TURN_Q_LEN,
     SECTION_BYTES,
     UNBOUNDED,
     Config,
@@ -20,6 +19,7 @@ from rooftile.kernels.gluon.attention.config import (
     typical_length,
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
+from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
 from rooftile.kernels.gluon.counter import counter
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
@@ -48,18 +48,19 @@ def attention(
     scale: float,
     config: Config | None = None,
     slopes: Tensor | None = None,  # [num_q_heads] float32, of ALiBi
+    mods: Mods = NO_MODS,
 ) -> Result:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(sink is None, slopes is None, options),
+        *(sink is None, slopes is None, options, mods.functions),
     )
     run = _dense.get(kind)
     if run is None:
         if len(_dense) >= _MOST_KINDS:
             _dense.clear()
-        run = _dense[kind] = bind_attention(q, k, v, sink, *options, slopes)
-    return run(q, k, v, sink, slopes)
+        run = _dense[kind] = bind_attention(q, k, v, sink, *options, slopes, mods)
+    return run(q, k, v, sink, slopes, mods)
 
 
 def attention_varlen(
@@ -77,20 +78,33 @@ def attention_varlen(
     scale: float,
     config: Config | None = None,
     slopes: Tensor | None = None,  # [num_q_heads] float32, of ALiBi
+    mods: Mods = NO_MODS,
 ) -> Result:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
         *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
-        *(cu_seqlens_q.shape, max_q_len, sink is None, slopes is None, options),
+        *(
+            cu_seqlens_q.shape,
+            cu_seqlens_q.dtype,
+            cu_seqlens_k.dtype,
+            max_q_len,
+            sink is None,
+            slopes is None,
+            options,
+            mods.functions,
+        ),
     )
     run = _ragged.get(kind)
     if run is None:
         if len(_ragged) >= _MOST_KINDS:
             _ragged.clear()
         run = _ragged[kind] = bind_attention_varlen(
-            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, sink), *options, slopes
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len, sink),
+            *options,
+            slopes,
+            mods,
         )
-    return run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, slopes)
+    return run(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, slopes, mods)
 
 
 def bind_attention(
@@ -104,8 +118,10 @@ def bind_attention(
     scale: float,
     config: Config | None = None,
     slopes: Tensor | None = None,
+    mods: Mods = NO_MODS,
 ) -> Callable[..., Result]:
-    """`attention` for tensors like these: a function of q, k, v, sink and slopes."""
+    """`attention` for tensors like these: a function of q, k, v, sink, slopes
+    and mods."""
     batch, q_len, num_heads, k_dim = q.shape
     kv_len, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     if batch * q_len == 0 or kv_len == 0:
@@ -114,14 +130,20 @@ def bind_attention(
         # With new tensors, which need a plan of their own.
 
         def run_prepared(
-            q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            sink: Tensor | None,
+            slopes: Tensor | None = None,
+            mods: Mods = NO_MODS,
         ) -> Result:
             q, k, v = _prepared(q, k, v, scale)
-            options = (left, right, softcap, abs(scale) or 1.0, config, slopes)
+            options = (left, right, softcap, abs(scale) or 1.0, config, slopes, mods)
             return attention(q, k, v, sink, *options)
 
         return run_prepared
-    config = config or config_of(k_dim, v_dim, q_len, right, slopes is not None)
+    changed = (slopes is not None, mods is not NO_MODS)
+    config = (config or config_of(k_dim, v_dim, q_len, right, *changed)).for_dtype(q.dtype)
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
     heads_at_a_time = 1
@@ -130,7 +152,7 @@ def bind_attention(
         head_bytes = kv_len * (k_dim + v_dim) * k.element_size()
         heads_at_a_time = max(section_bytes // head_bytes, 1)
     group_size = num_heads // num_kv_heads
-    unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
+    unequal = (left >= 0 or right >= 0) and q_len > config.in_turn
     places = multiprocessors(q.device) * config.ctas
     dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
         num_tiles > places
@@ -146,35 +168,48 @@ def bind_attention(
             describe(k, config.block, config.dim),
             describe(v, config.block, config.dim),
             describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
+            *(describe(x, 64, config.dim) for x in (k, v) if config.anchored),
         ),
         (
-            *(num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads, section),
+            *(0, 0, num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads),
+            *(section, config.rounds(num_tiles, places)),
             *_numbers(left, right, softcap, scale),
         ),
         constants(
             *(config, False, dynamic, left >= 0, right >= 0),
-            *(softcap != 0, sink is not None, slopes is not None),
+            *(softcap != 0, sink is not None, slopes is not None, k_dim, v_dim),
+            *mods.functions,
         ),
         config.most_registers,
+        dependent=config.dependent,
+        absent=0 if config.anchored else 2,
     )
     (like_out, like_lse), device = _templates(q, v_dim), q.device
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        slopes: Tensor | None = None,
+        mods: Mods = NO_MODS,
     ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            return attention(q, k, v, sink, left, right, softcap, scale, config, slopes)
+            return attention(q, k, v, sink, left, right, softcap, scale, config, slopes, mods)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        launch(
-            (q, k, v, out),
-            (
-                lse,
-                lse if sink is None else sink.float(),
-                lse if slopes is None else slopes.float(),
-                counter(device) if dynamic else lse,
-            ),
+        bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
+        pointers = (
+            lse,
+            lse if sink is None else sink.float(),
+            lse if slopes is None else slopes.float(),
+            counter(device) if dynamic else lse,
+            *(lse, lse),
         )
+        if mods is NO_MODS:
+            launch(bases, pointers)
+        else:
+            launch.with_captured(bases, pointers, mods.captured)
         return out, lse
 
     return run
@@ -195,15 +230,18 @@ def bind_attention_varlen(
     scale: float,
     config: Config | None = None,
     slopes: Tensor | None = None,
+    mods: Mods = NO_MODS,
 ) -> Callable[..., Result]:
-    """`attention_varlen` for tensors like these: a function of q, k, v, the lengths, sink and slopes."""
+    """`attention_varlen` for tensors like these: a function of q, k, v, the lengths,
+    sink, slopes and mods."""
     tokens, num_heads, k_dim = q.shape
     batch, v_dim = cu_seqlens_q.shape[0] - 1, v.shape[2]
     length = typical_length(tokens, batch, max_q_len)
     config_given = config
-    config = config or config_of(k_dim, v_dim, length, right, slopes is not None)
+    changed = (slopes is not None, mods is not NO_MODS)
+    config = (config or config_of(k_dim, v_dim, length, right, *changed)).for_dtype(q.dtype)
     if tokens == 0:
-        return lambda q, k, v, cu_q, cu_k, sink, slopes=None: _without_keys(q, k, v, sink)
+        return lambda q, k, v, cu_q, cu_k, sink, *_: _without_keys(q, k, v, sink)
     # A descriptor needs memory, though no row of it may be visible.
     if scale <= 0 or k.shape[0] == 0 or not all(is_addressable(x) for x in (q, k, v)):
 
@@ -215,15 +253,17 @@ def bind_attention_varlen(
             cu_k: Tensor,
             sink: Tensor | None,
             slopes: Tensor | None = None,
+            mods: Mods = NO_MODS,
         ) -> Result:
             if k.shape[0] == 0:
                 k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
             q, k, v = _prepared(q, k, v, scale)
-            options = (left, right, softcap, abs(scale) or 1.0, config, slopes)
+            options = (left, right, softcap, abs(scale) or 1.0, config, slopes, mods)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
 
         return run_prepared
-    if q.is_cuda and config_given is None and slopes is None and min(k_dim, v_dim) >= 32:
+    plain = config_given is None and slopes is None and mods is NO_MODS
+    if q.is_cuda and plain and min(k_dim, v_dim) >= 32:
         from rooftile.kernels.triton.ragged_pages import follows_plan  # which only a GPU can run
 
         if follows_plan(k, v, max_q_len, max_kv_len, num_heads // k.shape[1]):
@@ -231,15 +271,20 @@ def bind_attention_varlen(
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
     device = q.device
-    list_tiles = Launch(
-        list_tiles_kernel,
-        batch + 1,
-        device,
-        torch.int32,
-        (),
-        (batch, tokens),
-        (("tile_rows", config.tile_rows),),
-    )
+    dynamic = config.dynamic != "never"
+    wide_q, wide_k = (x.dtype != torch.int32 for x in (cu_seqlens_q, cu_seqlens_k))
+    most_sorted = config.most_sorted if batch < config.most_sorted else 0
+    list_tiles = None
+    if not most_sorted:
+        list_tiles = Launch(
+            list_tiles_kernel,
+            batch + 1,
+            device,
+            torch.int32,
+            (),
+            (batch, tokens),
+            (("tile_rows", config.tile_rows),),
+        )
     attend = Launch(
         attention_kernel,
         min(capacity * num_heads, multiprocessors(device) * config.ctas),
@@ -250,16 +295,20 @@ def bind_attention_varlen(
             describe_ragged(k, config.block, config.dim),
             describe_ragged(v, config.block, config.dim),
             describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
+            *(describe_ragged(x, 64, config.dim) for x in (k, v) if config.anchored),
         ),
         (
-            *(0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0),
+            *(batch, tokens, 0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0, 1),
             *_numbers(left, right, softcap, scale),
         ),
         constants(
-            *(config, True, config.dynamic != "never"),
+            *(config, True, dynamic),
             *(left >= 0, right >= 0, softcap != 0, sink is not None, slopes is not None),
+            *(k_dim, v_dim, *mods.functions, most_sorted),
         ),
         config.most_registers,
+        dependent=config.dependent,
+        absent=0 if config.anchored else 2,
     )
     like_out, like_lse = _templates(q, v_dim)
     like_entries = q.new_empty(1, dtype=torch.int32).expand(1 + capacity, NUM_FIELDS)
@@ -272,27 +321,33 @@ def bind_attention_varlen(
         cu_k: Tensor,
         sink: Tensor | None,
         slopes: Tensor | None = None,
+        mods: Mods = NO_MODS,
     ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            options = (left, right, softcap, scale, config, slopes)
+            options = (left, right, softcap, scale, config, slopes, mods)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        entries = torch.empty_like(like_entries)
-        if cu_q.dtype != torch.int32:
+        if wide_q:
             cu_q = cu_q.to(torch.int32)
-        if cu_k.dtype != torch.int32:
+        if wide_k:
             cu_k = cu_k.to(torch.int32)
-        list_tiles((), (entries, cu_q, cu_k))
-        attend(
-            (q, k, v, out),
-            (
-                lse,
-                lse if sink is None else sink.float(),
-                lse if slopes is None else slopes.float(),
-                entries,
-            ),
+        if list_tiles is None:
+            entries = counter(device) if dynamic else lse
+        else:
+            entries = torch.empty_like(like_entries)
+            list_tiles((), (entries, cu_q, cu_k))
+        bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
+        pointers = (
+            lse,
+            lse if sink is None else sink.float(),
+            lse if slopes is None else slopes.float(),
+            *(entries, cu_q, cu_k),
         )
+        if mods is NO_MODS:
+            attend(bases, pointers)
+        else:
+            attend.with_captured(bases, pointers, mods.captured)
         return out, lse
 
     return run
@@ -312,7 +367,7 @@ def _by_plan(
         cu_q: Tensor,
         cu_k: Tensor,
         sink: Tensor | None,
-        slopes: Tensor | None = None,
+        *_: Any,
     ) -> Result:
         kv_lens, table = lengths_and_table(cu_k, max_kv_len)
         pages = (pages_of(addressable(k)), pages_of(addressable(v)))
@@ -332,19 +387,20 @@ def _templates(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
     return one.to(q.dtype).expand(*shape, v_dim), one.expand(shape)
 
 
-def _numbers(left: int, right: int, softcap: float, scale: float) -> tuple[int | float, ...]:
+def _numbers(
+    left: int, right: int, softcap: float, scale: float
+) -> tuple[int | float | tuple[()], ...]:
     """The options as the kernel takes them."""
     return (
         *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
         # With a cap, what goes into tanh, and the log2 units that come out.
         scale / softcap if softcap else scale * _LOG2_E,
         softcap * _LOG2_E,
+        *((), ()),  # what functions of the caller take: see `with_captured`
     )
 
 
-def _without_keys(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, slopes: Tensor | None = None
-) -> Result:
+def _without_keys(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any) -> Result:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     return out, lse if sink is None else lse.copy_(sink.expand_as(lse))

@@ -6,22 +6,30 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rooftile.kernels.gluon.attention.config import Config
 from rooftile.kernels.gluon.attention.consumer import attend
-from rooftile.kernels.gluon.attention.problem import FIELDS, Problem
+from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_tiles
+from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
+from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
+from rooftile.kernels.gluon.tile.halves import columns_used
+from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
-from rooftile.kernels.gluon.tile.ring import new_ring
-from rooftile.kernels.gluon.tile.schedule import new_queue
+from rooftile.kernels.gluon.tile.ring import allocate_ring
+from rooftile.kernels.gluon.tile.schedule import allocate_queue
 
 _UNSPECIALISED = [
     "lse",
     "sink",
     "slopes",
     "entries",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "batch",
+    "tokens",
     "num_tiles",
     "num_heads",
     "group_size",
@@ -30,6 +38,7 @@ _UNSPECIALISED = [
     "q_tiles",
     "num_rows_of_heads",
     "section",
+    "rounds",
     "left",
     "right",
 ]
@@ -41,10 +50,16 @@ def attention_kernel(
     k_desc,
     v_desc,
     o_desc,
+    k64_desc,  # K and V in boxes of 64 rows, see again.py
+    v64_desc,
     lse,  # pointer, see Problem
     sink,
     slopes,
-    entries,  # pointer to int32, see ENTRY
+    entries,  # pointer to int32: tiles (ENTRY), or the counter alone
+    cu_seqlens_q,
+    cu_seqlens_k,
+    batch,
+    tokens,
     num_tiles,
     num_heads,
     group_size,
@@ -53,24 +68,32 @@ def attention_kernel(
     q_tiles,
     num_rows_of_heads,
     section,
+    rounds,  # tiles that a CTA takes in turn before it draws others
     left,
     right,
     factor,
     softcap,
+    score_captured,
+    mask_captured,
     k_dim: gl.constexpr,
     v_dim: gl.constexpr,
+    k_used: gl.constexpr,
+    v_used: gl.constexpr,
     groups: gl.constexpr,
     block: gl.constexpr,
     stages: gl.constexpr,
     turns: gl.constexpr,
     overlapped: gl.constexpr,
     lazy: gl.constexpr,
+    anchored: gl.constexpr,
     sums_in_parts: gl.constexpr,
     software_share: gl.constexpr,
     own_output: gl.constexpr,
+    dependent: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
     ragged: gl.constexpr,
+    most_sorted: gl.constexpr,
     dynamic: gl.constexpr,
     longest_first: gl.constexpr,
     has_left: gl.constexpr,
@@ -78,17 +101,62 @@ def attention_kernel(
     has_softcap: gl.constexpr,
     has_sink: gl.constexpr,
     has_alibi: gl.constexpr,
+    score_mod: gl.constexpr,
+    mask_mod: gl.constexpr,
 ):
     """Forward attention. Launched with four warps; the other roles are added here."""
-    counter = entries + 1
-    if ragged:
+    if dependent:
+        let_dependents_start()
+    # Of Q, K, V and the output; a descriptor is a map and two numbers for each of 4 or 5 dimensions.
+    prefetch_maps("attention_kernel", (0, 11, 22, 33) if ragged else (0, 9, 18, 27))
+    # With room for outputs of their own, Q tiles are loaded one ahead.
+    q_ring = allocate_ring(q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups)
+    k_ring = allocate_ring(k_desc, block, k_dim, stages)
+    v_ring = allocate_ring(v_desc, block, v_dim, stages)
+    if own_output:
+        o_tiles = gl.allocate_shared_memory(
+            o_desc.dtype,
+            [groups] + o_desc.block_shape,  # noqa: RUF005
+            o_desc.layout,
+        )
+    else:
+        o_tiles = q_ring.buffers
+    landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    first_drawn = gl.num_programs(0) * gl.maximum(rounds, 1)
+    queue = allocate_queue(entries + 1, first_drawn, FIELDS, dynamic)
+    # Stage by stage: Triton has all warps meet between two barriers of one allocation.
+    for i in gl.static_range(6):
+        q_ring.start(i, 1)
+        k_ring.start(i, groups)
+        v_ring.start(i, groups)
+        queue.start(i, groups)
+        if i < groups:
+            mbarrier.init(landed.index(i), count=1)
+    if dependent:
+        await_kernels_before()
+    starts = landed
+    if most_sorted:
+        tile_rows: gl.constexpr = GROUP_ROWS * groups
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        starts = gl.allocate_shared_memory(gl.int32, [most_sorted], layout)
+        num_tiles = num_heads * start_sequences(
+            starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, tile_rows, most_sorted
+        )
+    elif ragged:
         num_tiles = gl.load(entries) * num_heads
         entries = entries + ENTRY
     problem = Problem(
         lse,
         sink,
         slopes,
-        entries,
+        Sequences(entries, starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, most_sorted),
+        Inlined(
+            score_mod,
+            mask_mod,
+            score_captured,
+            mask_captured,
+            score_mod is not None or mask_mod is not None,
+        ),
         num_tiles,
         num_heads,
         group_size,
@@ -113,23 +181,13 @@ def attention_kernel(
         turns,
         overlapped,
         lazy,
+        k_used,
+        v_used,
+        anchored,
         sums_in_parts,
         software_share,
         own_output,
     )
-    # With room for outputs of their own, Q tiles are loaded one ahead.
-    q_ring = new_ring(q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups, 1)
-    k_ring = new_ring(k_desc, block, k_dim, stages, groups)
-    v_ring = new_ring(v_desc, block, v_dim, stages, groups)
-    if own_output:
-        o_tiles = gl.allocate_shared_memory(
-            o_desc.dtype,
-            [groups] + o_desc.block_shape,  # noqa: RUF005
-            o_desc.layout,
-        )
-    else:
-        o_tiles = q_ring.buffers
-    queue = new_queue(counter, FIELDS, groups, dynamic)
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:
@@ -137,7 +195,19 @@ def attention_kernel(
             [
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(0),
+                    ),
                 ),
                 (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
             ],
@@ -149,11 +219,35 @@ def attention_kernel(
             [
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(0),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(1),
+                    ),
                 ),
                 (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
             ],
@@ -165,15 +259,51 @@ def attention_kernel(
             [
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(0),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(1),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(2)),
+                    (
+                        problem,
+                        queue,
+                        o_desc,
+                        k64_desc,
+                        v64_desc,
+                        landed,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        gl.constexpr(2),
+                    ),
                 ),
                 (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
             ],
@@ -192,23 +322,33 @@ def constants(
     has_softcap: bool,
     has_sink: bool,
     has_alibi: bool = False,
+    k_dim: int = 0,  # of the tensors, 0: that of the tiles
+    v_dim: int = 0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    most_sorted: int = 0,  # sequences of a ragged batch that each CTA sorts, 0: they are listed
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `attention_kernel`, in its order."""
     return (
         ("k_dim", config.dim),
         ("v_dim", config.dim),
+        ("k_used", columns_used(config.dim, k_dim or config.dim)),
+        ("v_used", columns_used(config.dim, v_dim or config.dim)),
         ("groups", config.groups),
         ("block", config.block),
         ("stages", config.stages),
         ("turns", config.turns),
         ("overlapped", config.overlapped),
         ("lazy", config.lazy),
+        ("anchored", config.anchored),
         ("sums_in_parts", config.sums_in_parts),
         ("software_share", config.software_share),
         ("own_output", config.own_output),
+        ("dependent", config.dependent),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),
         ("ragged", ragged),
+        ("most_sorted", most_sorted),
         ("dynamic", dynamic),
         ("longest_first", has_right),
         ("has_left", has_left),
@@ -216,4 +356,6 @@ def constants(
         ("has_softcap", has_softcap),
         ("has_sink", has_sink),
         ("has_alibi", has_alibi),
+        ("score_mod", score_mod),
+        ("mask_mod", mask_mod),
     )

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.attention.tile_list import ENTRY
+from rooftile.kernels.gluon.attention.sequences import Sequences
 from rooftile.kernels.gluon.tile.mask import key_range
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.record import record
@@ -12,7 +12,7 @@ from rooftile.kernels.gluon.tile.ring import Fill
 
 # Fields of the message that describes a tile to the consumers; blocks 0: there are no more.
 BLOCKS = gl.constexpr(0)
-BATCH = gl.constexpr(1)
+BATCH = gl.constexpr(1)  # where ragged: the sequence if there are mods, else its first key
 HEAD = gl.constexpr(2)
 ROW0 = gl.constexpr(3)
 Q_START = gl.constexpr(4)
@@ -23,13 +23,25 @@ FIELDS = gl.constexpr(8)
 
 
 @record
+class Inlined:
+    """Functions of the caller, and the pointers that they take after the indices."""
+
+    score: gl.constexpr  # None: there is none
+    mask: gl.constexpr
+    score_captured: gl.tuple
+    mask_captured: gl.tuple
+    any: gl.constexpr
+
+
+@record
 class Problem:
     """What every role of the kernel needs to know."""
 
     lse: gl.tensor  # pointer, [tokens, heads] or [batch, q_len, heads] float32
     sink: gl.tensor  # pointer, [heads] float32
     slopes: gl.tensor  # pointer, [heads] float32, of ALiBi
-    entries: gl.tensor  # pointer, [num_entries, ENTRY] int32 (ragged)
+    sequences: Sequences  # (ragged)
+    mods: Inlined
     num_tiles: gl.tensor
     num_heads: gl.tensor
     group_size: gl.tensor  # query heads per key-value head
@@ -54,29 +66,32 @@ class Problem:
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
     overlapped: gl.constexpr  # the softmax of a block runs under the product of the one before
     lazy: gl.constexpr
+    k_used: gl.constexpr  # columns of Q and K before the zeros that fill a tile up
+    v_used: gl.constexpr
+    anchored: gl.constexpr  # the maximum is that of the first blocks of a tile
     sums_in_parts: gl.constexpr  # see softmax.in_parts
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
 
     @gluon.jit
     def tile(self, t):
-        """Batch (of a dense batch), head, first row, q_start, q_len, kv_start, kv_len of tile t."""
+        """Sequence (where somebody asks), head, first row, q_start, q_len, kv_start, kv_len of tile t."""
         if self.ragged:
-            entry = self.entries + (t // self.num_heads) * ENTRY
-            first = gl.load(entry) * self.num_heads  # tile of the sequence
-            tiles = gl.load(entry + 1)  # per head
+            sequence, first, q_start, q_len, kv_start, kv_len = self.sequences.of_tile(
+                t // self.num_heads
+            )
+            first *= self.num_heads
             if self.longest_first:
                 head = (t - first) % self.num_heads
-                m = tiles - 1 - (t - first) // self.num_heads
+                back = (t - first) // self.num_heads
             else:
+                tiles = gl.cdiv(q_len, GROUP_ROWS * self.groups)
                 head = (t - first) // tiles
-                m = tiles - 1 - (t - first) % tiles
-            row0 = m * (GROUP_ROWS * self.groups)
-            q_start = gl.load(entry + 2)
-            q_len = gl.load(entry + 3)
-            kv_start = gl.load(entry + 4)
-            kv_len = gl.load(entry + 5)
-            return 0, head, row0, q_start, q_len, kv_start, kv_len
+                back = (t - first) % tiles
+            row0 = (gl.cdiv(q_len, GROUP_ROWS * self.groups) - 1 - back) * (
+                GROUP_ROWS * self.groups
+            )
+            return sequence, head, row0, q_start, q_len, kv_start, kv_len
         else:
             per_section = self.section * self.q_tiles
             first_head = (t // per_section) * self.section

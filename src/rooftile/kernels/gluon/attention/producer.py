@@ -41,7 +41,10 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
         k_ring.acquire(fill)
         k_ring.load(fill, k_desc, at)
-        queue.send(slot, (blocks, batch, head, row0, q_start, q_len, kv_len, first))
+        place = batch
+        if problem.ragged and not problem.mods.any:
+            place = kv_start
+        queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
         v_ring.acquire(fill)
         v_ring.load(fill, v_desc, at)
         fill = k_ring.after(fill)

@@ -1,4 +1,7 @@
-"""The tiles of a ragged batch, listed on the device so that nothing waits for the host."""
+"""The tiles of a ragged batch, listed on the device so that nothing waits for the host.
+
+For many sequences; few are sorted by each CTA for itself (sequences.py).
+"""
 # mypy: disable-error-code="no-untyped-def"
 
 from triton.experimental import gluon
@@ -7,7 +10,7 @@ from triton.experimental.gluon import language as gl
 # Fields of one entry of the list; kv_len -1 marks padding after the last sequence.
 NUM_FIELDS = 8
 # Before the entries stands one that holds their number and the counter of dynamic tiles, 0 at launch.
-ENTRY = gl.constexpr(NUM_FIELDS)  # first, tiles, q_start, q_len, kv_start, kv_len, 2 unused
+ENTRY = gl.constexpr(NUM_FIELDS)  # first, tiles, q_start, q_len, kv_start, kv_len, sequence, unused
 
 
 @gluon.jit(do_not_specialize=["entries", "cu_seqlens_q", "cu_seqlens_k", "batch", "tokens"])
@@ -68,3 +71,4 @@ def list_tiles_kernel(
         gl.store(entry + 3, zero + q_len, mask=mine)
         gl.store(entry + 4, zero + kv_start, mask=mine)
         gl.store(entry + 5, zero + kv_len, mask=mine)
+        gl.store(entry + 6, zero + me, mask=mine)

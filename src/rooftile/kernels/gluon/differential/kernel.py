@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from rooftile.kernels.gluon.attention.problem import FIELDS, Problem
+from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
+from rooftile.kernels.gluon.attention.sequences import Sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.differential.config import Config
 from rooftile.kernels.gluon.differential.roles import Pair, attend_half, load_pairs
@@ -69,11 +70,13 @@ def differential_kernel(
     if ragged:
         num_tiles = gl.load(entries) * num_pairs
         entries = entries + ENTRY
+    o_tile = gl.allocate_shared_memory(o_desc.dtype, o_desc.block_shape, o_desc.layout)
     problem = Problem(
         lse1,
         lse1,
         lse1,
-        entries,
+        Sequences(entries, o_tile, entries, entries, num_tiles, num_tiles, 0),
+        Inlined(None, None, (), (), False),
         num_tiles,
         num_pairs,
         group_size,
@@ -98,6 +101,9 @@ def differential_kernel(
         turns,
         True,
         lazy,
+        k_dim,
+        v_dim,
+        False,
         False,
         0,
         q_stages == 2,
@@ -111,7 +117,6 @@ def differential_kernel(
     else:
         k1_ring = new_ring(k1_desc, block, k_dim, stages, 1)
         k2_ring = new_ring(k2_desc, block, k_dim, stages, 1)
-    o_tile = gl.allocate_shared_memory(o_desc.dtype, o_desc.block_shape, o_desc.layout)
     hand_over = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(hand_over.index(0), count=1)
     mbarrier.init(hand_over.index(1), count=1)

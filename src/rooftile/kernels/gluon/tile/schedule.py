@@ -36,8 +36,16 @@ class TileQueue:
     slots: gl.shared_memory_descriptor  # [slots * fields, 1] int32
     full: gl.shared_memory_descriptor  # [slots, 1] barriers
     empty: gl.shared_memory_descriptor  # [slots, 1] barriers
+    first_drawn: gl.tensor
     fields: gl.constexpr
     dynamic: gl.constexpr
+
+    @gluon.jit
+    def start(self, i: gl.constexpr, consumers: gl.constexpr):
+        """Initialises the barriers of slot i, if there is one."""
+        if i < _SLOTS:
+            mbarrier.init(self.full.index(i), count=1)
+            mbarrier.init(self.empty.index(i), count=consumers)
 
     @gluon.jit
     def after(self, at):
@@ -48,10 +56,11 @@ class TileQueue:
     @gluon.jit
     def draw(self, t):
         """Producer: the tile that this CTA takes after t."""
-        if self.dynamic:
-            return gl.num_programs(0) + gl.atomic_add(self.counter, 1)
-        else:
-            return t + gl.num_programs(0)
+        following = t + gl.num_programs(0)
+        if self.dynamic:  # noqa: SIM102, known at compile time
+            if following >= self.first_drawn:
+                following = self.first_drawn + gl.atomic_add(self.counter, 1)
+        return following
 
     @gluon.jit
     def finish(self):
@@ -91,11 +100,20 @@ class TileQueue:
 @gluon.jit
 def new_queue(counter, fields: gl.constexpr, consumers: gl.constexpr, dynamic: gl.constexpr):
     """counter: pointer to two int32 that are 0 at launch (unused where not dynamic)."""
+    queue = allocate_queue(counter, gl.num_programs(0), fields, dynamic)
+    for i in gl.static_range(_SLOTS):
+        queue.start(i, consumers)
+    return queue
+
+
+@gluon.jit
+def allocate_queue(counter, first_drawn, fields: gl.constexpr, dynamic: gl.constexpr):
+    """A queue whose barriers are not initialised, see `allocate_ring`.
+
+    first_drawn: tiles before it are taken in turn; a multiple of the number of CTAs.
+    """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slots = gl.allocate_shared_memory(gl.int32, [_SLOTS * fields, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=consumers)
-    return TileQueue(counter, slots, full, empty, fields, dynamic)
+    return TileQueue(counter, slots, full, empty, first_drawn, fields, dynamic)

@@ -25,6 +25,10 @@ NO_MAXIMUM = gl.constexpr(-1.0e30)
 # 16-bit weights bear without loss.
 LAG = gl.constexpr(8.0)
 
+# Sums above it, under a maximum that lags behind without limit (`OnlineSoftmax.weigh`), are not
+# trusted: weights end at 2^127, and their products with values must stay below it too.
+OVERFLOW = gl.constexpr(2.0**64)
+
 # 2^f for f in [-1/2, 1/2], relative error 1.0e-4 (a twentieth of a bfloat16 rounding); the constant
 # term is exactly 1, so that whole powers of two are exact.
 _C1 = gl.constexpr(0.69328293)
@@ -91,15 +95,25 @@ class OnlineSoftmax:
             maximum = gl.maximum(highest, self.maximum)
         p = exp2(s * factor - gl.expand_dims(maximum, 1), software_share)
         alpha = gl.exp2(self.maximum - maximum)
-        if len(self.total.shape) == 2:
-            rows: gl.constexpr = p.shape[0]
-            parts = gl.sum(p.reshape([rows, p.shape[1] // 8, 8]), 1)
-            layout: gl.constexpr = parts_layout(rows)
-            scale = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
-            total = self.total * scale + gl.convert_layout(parts, layout)
-        else:
-            total = self.total * alpha + gl.sum(p, 1)
-        return p, alpha, OnlineSoftmax(maximum, total)
+        return p, alpha, OnlineSoftmax(maximum, add(scaled(self.total, alpha), p))
+
+    @gluon.jit
+    def anchor(self, s, factor):
+        """The rescaling alpha, and the state whose maximum covers scores s, which are still to be
+        weighed: see `weigh`."""
+        maximum = gl.maximum(gl.max(s, 1) * factor, self.maximum)
+        alpha = gl.exp2(self.maximum - maximum)
+        return alpha, OnlineSoftmax(maximum, scaled(self.total, alpha))
+
+    @gluon.jit
+    def weigh(self, s, factor, software_share: gl.constexpr):
+        """Weights p under the maximum as it is, which scores may exceed, and the new state.
+
+        Float32 and bfloat16 bear weights up to 2^127, so as long as sums stay below `OVERFLOW`
+        nothing is lost; a row whose sum does not must be computed again.
+        """
+        p = exp2(s * factor - gl.expand_dims(self.maximum, 1), software_share)
+        return p, OnlineSoftmax(self.maximum, add(self.total, p))
 
     @gluon.jit
     def joined(self, layout: gl.constexpr):
@@ -119,6 +133,27 @@ class OnlineSoftmax:
         """Natural logarithm of the sum of exponentials; -inf where a row saw nothing."""
         lse = (self.maximum + gl.log2(self.total)) * LN_2
         return gl.where(self.total > 0.0, lse, float("-inf"))
+
+
+@gluon.jit
+def scaled(total, alpha):
+    """Sums, one a row or in parts, times alpha [rows]."""
+    if len(total.shape) == 2:
+        layout: gl.constexpr = parts_layout(total.shape[0])
+        return total * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+    else:
+        return total * alpha
+
+
+@gluon.jit
+def add(total, p):
+    """Sums, one a row or in parts, with those of weights p [rows, columns]."""
+    if len(total.shape) == 2:
+        rows: gl.constexpr = p.shape[0]
+        parts = gl.sum(p.reshape([rows, p.shape[1] // 8, 8]), 1)
+        return total + gl.convert_layout(parts, parts_layout(rows))
+    else:
+        return total + gl.sum(p, 1)
 
 
 @gluon.constexpr_function
