@@ -25,10 +25,32 @@ FAR = tl.constexpr(2**30)
 
 
 @triton.jit
+def _count(begins, counted, start, bins: tl.constexpr):
+    """How many of the counted begin at start, start + 1, .. start + bins - 1."""
+    at = tl.minimum(tl.maximum(begins - start, 0), bins - 1)
+    inside = counted & (begins < start + bins)
+    if start > 0:
+        inside = inside & (begins >= start)
+    return tl.histogram(at, bins, mask=inside)
+
+
+@triton.jit
 def _begun(begins, counted, bins: tl.constexpr):
-    """For each place 0 .. bins - 1 which of the counted began last, at it or before."""
-    at = tl.minimum(tl.maximum(begins, 0), bins - 1)
-    return tl.cumsum(tl.histogram(at, bins, mask=counted & (begins < bins)), 0) - 1
+    """For each place 0 .. bins - 1 which of the counted began last, at it or before.
+
+    Counters of a histogram lie in the fewer banks of shared memory the more bins it has, so many
+    bins are counted in parts.
+    """
+    if bins == 512:
+        even = tl.join(_count(begins, counted, 0, 128), _count(begins, counted, 256, 128))
+        odd = tl.join(_count(begins, counted, 128, 128), _count(begins, counted, 384, 128))
+        counts = tl.join(even, odd).permute(1, 2, 0).reshape([512])
+    elif bins == 256:
+        low = _count(begins, counted, 0, 128)
+        counts = tl.join(low, _count(begins, counted, 128, 128)).permute(1, 0).reshape([256])
+    else:
+        counts = _count(begins, counted, 0, bins)
+    return tl.cumsum(counts, 0) - 1
 
 
 @triton.jit
@@ -41,10 +63,10 @@ def _quotient(a, b):
 
 @triton.jit
 def _store_words(at, a, b, c, d, mask):
-    """Four words each at `at`, which is a multiple of 16 bytes, in one store."""
-    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0], 4])
-    place = at[:, None] + tl.arange(0, 4)[None, :]
-    tl.store(tl.multiple_of(place, [1, 4]), words, mask=mask[:, None])
+    tl.store(at, a, mask=mask)
+    tl.store(at + 1, b, mask=mask)
+    tl.store(at + 2, c, mask=mask)
+    tl.store(at + 3, d, mask=mask)
 
 
 @triton.jit
