@@ -1,8 +1,8 @@
 """Fits planning/stream_k_costs.json to measured plans: python benchmarks/gemm_costs.py ROWS.jsonl
 
 A row has a case (m x n x k, bf16, weights stored [n, k]), microseconds of the vendor's library, and of
-plans such as "128x256 hybrid" or "64x64 split-k 3" (`with_copies`: of the plan that was chosen, copies to
-rows that the copy engine can address included). Prints the costs of the machine that the rows come
+plans such as "128x256 hybrid" or "64x64 split-k 3" (those of "64x32 tiles" are for
+benchmarks/tile_costs.py). Prints the costs of the machine that the rows come
 from, how far predictions are off, and what the choices by prediction lose against the best measured.
 Needs scipy.
 """
@@ -30,12 +30,18 @@ from rooftile.planning.stream_k import (
     split_k,
     stream_k,
 )
-from rooftile.planning.stream_k_cost import SHAPES, tiling_of
+from rooftile.planning.stream_k_cost import MOST_STREAMED, SHAPES, broken_share, tiling_of
 
 SMS = H200.units
 MACHINE = ("launch", "start", "bandwidth", "sharpness")
 COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
 VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
+TILES = " tiles"
+GUESSES = {
+    8: (4.0, 700.0, 4.0, 3.4, 0.05, 0.1, 1.5),
+    2: (9.0, 160.0, 9.0, 1.0, 0.1, 0.01, 4.0),
+    1: (4.0, 150.0, 4.0, 3.4, 0.05, 0.1, 1.5),
+}
 NEAR = 1.5  # plans slower than this times the best count less: none of them will be chosen
 
 
@@ -45,7 +51,7 @@ class Measured:
     plan: Decomposition
     us: float
     bytes: float
-    broken: bool  # rows of the operands do not begin on cache lines
+    broken: float  # share of the operands' rows that do not begin on cache lines
 
 
 def decomposition(product: Product, name: str) -> Decomposition:
@@ -63,7 +69,7 @@ def predicted(x: Sequence[float], row: Measured) -> float:
     plan = row.plan
     at = 4 + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
     setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
-    iteration *= 1 + (broken * plan.num_ctas / SMS if row.broken else 0)
+    iteration *= 1 + broken * row.broken * plan.num_ctas / SMS
     others = plan.most_parts - 1
     computing = launch + iteration * plan.most_steps + setup * plan.most_segments
     computing += (publish if others else 0) + fixup * others
@@ -71,11 +77,11 @@ def predicted(x: Sequence[float], row: Measured) -> float:
     return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
 
 
-def vendor_predicted(x: Sequence[float], product: Product, bytes: float, broken: bool) -> float:
+def vendor_predicted(x: Sequence[float], product: Product, bytes: float, broken: float) -> float:
     launch, tflops, start, bandwidth, depth, lines, sharpness = x
     waves = -(-product.m // 128) * -(-product.n // 128) / SMS
     flops = 2.0 * product.m * product.n * product.k
-    computing = launch + flops / tflops / 1e6 * (1 + (lines if broken else 0))
+    computing = launch + flops / tflops / 1e6 * (1 + lines * broken)
     computing += depth * -(-product.k // 64) * math.exp(-waves)
     reading = start + bytes / bandwidth / 1e6
     return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
@@ -88,19 +94,51 @@ def fit(residuals, guess: Sequence[float]) -> list[float]:
     return [float(value) for value in numpy.abs(found.x)]
 
 
+def fit_vendor(times: dict[str, list[float]], unit: int) -> tuple[list[float], float]:
+    """Costs of the vendor's library, and by how much predictions are off.
+
+    unit: elements that rows consist of, 8 where the library's fast kernels can take them.
+    """
+    known = [
+        (
+            product,
+            linear_work(product.m, product.k, product.n).bytes,
+            broken_share(2 * product.k),
+            us,
+        )
+        for case, found in times.items()
+        for product in (product_of(case),)
+        for us in found
+    ]
+
+    def off(y: Sequence[float]) -> list[float]:
+        return [math.log(vendor_predicted(y, *row[:3]) / row[3]) for row in known]
+
+    y = fit(off, GUESSES[unit])
+    return y, float(numpy.std(off(y)))
+
+
 def main(file: Path) -> None:
     rows: list[Measured] = []
-    vendor: dict[str, list[float]] = {}
+    vendor: dict[int, dict[str, list[float]]] = {8: {}, 2: {}, 1: {}}
     for line in file.read_text().splitlines():
         record = json.loads(line)
         product = product_of(record["case"])
-        if any(size % 8 for size in (product.m, product.n, product.k)):
+        unit = math.gcd(8, product.n, product.k)
+        times = vendor[2 if unit == 4 else unit].setdefault(record["case"], [])
+        times.append(record["vendor"])
+        if unit != 8:
             continue  # copies come first
         moved = linear_work(product.m, product.k, product.n).bytes
-        vendor.setdefault(record["case"], []).append(record["vendor"])
         for name, us in record["plans"].items():
-            plan = decomposition(product, name)
-            rows.append(Measured(record["case"], plan, us, moved, product.k % 64 != 0))
+            if not name.endswith(TILES):
+                plan = decomposition(product, name)
+                if (
+                    plan.scheme == "stream-k"
+                    and (product.m + product.n) * product.k > MOST_STREAMED
+                ):
+                    continue
+                rows.append(Measured(record["case"], plan, us, moved, broken_share(2 * product.k)))
     best: dict[str, float] = {}
     for row in rows:
         best[row.case] = min(best.get(row.case, math.inf), row.us)
@@ -116,18 +154,12 @@ def main(file: Path) -> None:
         size = block_m * block_n / (128 * 256)
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
     x = fit(off, guess)
-    products = {case: product_of(case) for case in vendor}
-
-    def vendor_off(x: Sequence[float]) -> list[float]:
-        return [
-            math.log(vendor_predicted(x, p, linear_work(p.m, p.k, p.n).bytes, p.k % 64 != 0) / us)
-            for case, p in products.items()
-            for us in vendor[case]
-        ]
-
-    y = fit(vendor_off, [4.0, 700.0, 4.0, 4.0, 0.01, 0.1, 2.0])
-    print(json.dumps(as_data(x, y), indent=2))
-    print(f"plans are off by {numpy.std(off(x)):.1%}, the vendor by {numpy.std(vendor_off(y)):.1%}")
+    fitted = {}
+    for unit, times in vendor.items():
+        fitted[unit], error = fit_vendor(times, unit)
+        print(f"the vendor is off by {error:.1%} where rows are multiples of {unit}")
+    print(json.dumps(as_data(x, fitted), indent=2))
+    print(f"plans are off by {numpy.std(off(x)):.1%}")
     lost = []
     for case in best:
         mine = [row for row in rows if row.case == case]
@@ -135,7 +167,7 @@ def main(file: Path) -> None:
     print(f"choices by prediction lose {numpy.exp(numpy.mean(numpy.log(lost))) - 1:.1%}")
 
 
-def as_data(x: Sequence[float], y: Sequence[float]) -> dict[str, object]:
+def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, object]:
     def scaled(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
         plain = {"sharpness": 1.0, "broken_lines": 1.0, "bandwidth": 1e12, "flops": 1e12}
         pairs = zip(names, values, strict=True)
@@ -145,7 +177,8 @@ def as_data(x: Sequence[float], y: Sequence[float]) -> dict[str, object]:
     for i, (block_m, block_n) in enumerate(SHAPES):
         at = 4 + len(COSTS) * i
         costs[f"{block_m}x{block_n}"] = scaled(COSTS, x[at : at + len(COSTS)])
-    return {H200.name: {**scaled(MACHINE, x[:4]), "costs": costs, "vendor": scaled(VENDOR, y)}}
+    libraries = {str(unit): scaled(VENDOR, y) for unit, y in vendor.items()}
+    return {H200.name: {**scaled(MACHINE, x[:4]), "costs": costs, "vendor": libraries}}
 
 
 if __name__ == "__main__":

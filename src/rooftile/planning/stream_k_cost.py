@@ -36,10 +36,14 @@ from rooftile.planning.stream_k import (
 # Tiles of a warp-specialised Hopper kernel: two consumer warpgroups, steps of 128 bytes along K.
 SHAPES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32))
 STEP_BYTES = 128
+LINE_BYTES = 128  # of the L2 cache
 L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass through
 SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
 LAUNCH_SECONDS = 4.5e-6
 MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
+# Elements of operands that CTAs at different places along K may share: what the L2 cache does not
+# hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
+MOST_STREAMED = 30_000_000
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 SpanKind = Literal["compute", "publish", "wait", "fixup"]
@@ -50,8 +54,8 @@ class Costs:
     """Seconds: of a tile's start and epilogue, of one step along K, of writing a part for another
     CTA, and of adding one such part.
 
-    broken_lines: how much longer a step takes on a full machine where rows of the operands do not
-        begin on lines of the cache: each piece of a row then comes in two.
+    broken_lines: how much longer a step takes on a full machine where no row of the operands begins
+        on a line of the cache: each piece of a row then comes in two.
     """
 
     setup: float
@@ -209,18 +213,17 @@ def _run(
 
 
 def predict(
-    decomposition: Decomposition, machine: Machine, itemsize: int = 2, whole_lines: bool = True
+    decomposition: Decomposition, machine: Machine, itemsize: int = 2, broken: float = 0.0
 ) -> float:
     """Seconds, without walking through the CTAs.
 
-    whole_lines: rows of the operands begin on cache lines (128 bytes).
+    broken: share of the operands' rows that do not begin on cache lines (`broken_share`).
     """
     known = machinery(machine)
     costs = known.of(decomposition.tiling)
     others = decomposition.most_parts - 1
     iteration = costs.iteration
-    if not whole_lines:
-        iteration *= 1 + costs.broken_lines * decomposition.num_ctas / machine.units
+    iteration *= 1 + costs.broken_lines * broken * decomposition.num_ctas / machine.units
     computing = known.launch + iteration * decomposition.most_steps
     computing += costs.setup * decomposition.most_segments
     computing += (costs.publish if others else 0.0) + costs.fixup * others
@@ -230,11 +233,16 @@ def predict(
     return _overlapped(computing, reading, known.sharpness)
 
 
+def broken_share(row_bytes: int) -> float:
+    """Of rows of this many bytes, the share that begin inside a cache line."""
+    return 1 - math.gcd(row_bytes, LINE_BYTES) / LINE_BYTES
+
+
 def predict_vendor(
     product: Product,
     machine: Machine,
     itemsize: int = 2,
-    whole_lines: bool = True,
+    broken: float = 0.0,
     row_bytes: int = 16,
 ) -> float | None:
     """Seconds that the vendor's library takes, `None` where it was not measured.
@@ -248,8 +256,7 @@ def predict_vendor(
     vendor = known[8 if row_bytes >= 16 else 2 if row_bytes >= 4 else 1]
     work = linear_work(product.m, product.k, product.n, itemsize)
     computing = vendor.launch + work.flops / vendor.flops * itemsize / 2
-    if not whole_lines:
-        computing += work.flops / vendor.flops * vendor.broken_lines
+    computing += work.flops / vendor.flops * vendor.broken_lines * broken
     square = Tiling(128, 128, STEP_BYTES // itemsize)
     waves = square.tiles(product) / machine.units
     computing += vendor.depth * square.iterations(product) * math.exp(-waves)
@@ -273,10 +280,10 @@ def candidates(
         for split in sorted({*SPLITS, most}):
             if 1 < split <= min(iterations, most):
                 yield split_k(product, tiling, num_sms, split)
-        if tiles < num_sms:
-            yield stream_k(product, tiling, num_sms)
-        else:
+        if tiles >= num_sms:
             yield hybrid(product, tiling, num_sms)
+        elif (product.m + product.n) * product.k < MOST_STREAMED:
+            yield stream_k(product, tiling, num_sms)
 
 
 def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
@@ -296,16 +303,16 @@ def choose(
     machine: Machine,
     itemsize: int = 2,
     tilings: Iterable[Tiling] | None = None,
-    whole_lines: bool = True,
+    broken: float = 0.0,
 ) -> Choice:
     """The decomposition that is predicted to take least; of equal ones the first, so the simplest.
 
-    tilings: those to choose from, `None` for the kernel's. whole_lines: as for `predict`.
+    tilings: those to choose from, `None` for the kernel's. broken: as for `predict`.
     """
     if tilings is None:
         tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES]
     timed = [
-        (predict(decomposition, machine, itemsize, whole_lines), decomposition)
+        (predict(decomposition, machine, itemsize, broken), decomposition)
         for decomposition in candidates(product, machine.units, tilings)
     ]
     seconds, best = min(timed, key=lambda pair: pair[0])

@@ -13,7 +13,7 @@ from rooftile.kernels.reference.gemm import finish
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
 from rooftile.planning.stream_k import Product
-from rooftile.planning.stream_k_cost import predict_vendor
+from rooftile.planning.stream_k_cost import broken_share, predict_vendor
 
 _PASS_SECONDS = 6.0e-6  # launches of what follows a product
 
@@ -62,9 +62,9 @@ def efficiency(call: Any) -> float:
     stride_a = call.m if call.a_layout == "column" else call.k
     stride_b = call.n if call.b_layout == "row" else call.k
     rows = [n * itemsize for n in (stride_a, stride_b, call.n)]
-    lines = all(n % 128 == 0 for n in rows)
+    broken = sum(broken_share(n) for n in rows[:2]) / 2
     product = Product(call.m, call.n, call.k)
-    seconds = predict_vendor(product, H200, itemsize, lines, gcd(16, *rows))
+    seconds = predict_vendor(product, H200, itemsize, broken, gcd(16, *rows))
     assert seconds is not None
     if call.activation != "none" or (call.has_bias and call.has_residual):
         # The sum is written and read in float32 at least once before it is rounded.

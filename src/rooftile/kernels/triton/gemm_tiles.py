@@ -61,9 +61,11 @@ def tiles_kernel(
     rows = tile_m * block_m + tl.arange(0, block_m)
     columns = (tile - tile_m * tiles_n) * block_n + tl.arange(0, block_n)
     steps = tl.arange(0, block_k)
-    # Rows beyond a matrix repeat its last one; what becomes of them is not stored.
-    a += tl.minimum(rows, m - 1).to(tl.int64)[:, None] * a_stride + steps[None, :]
-    b += tl.minimum(columns, n - 1).to(tl.int64)[None, :] * b_stride + steps[:, None]
+    a += rows.to(tl.int64)[:, None] * a_stride + steps[None, :]
+    b += columns.to(tl.int64)[None, :] * b_stride + steps[:, None]
+    # Not the last row over and over: a line that many programs ask for at a time is slow.
+    a_rows = (rows < m)[:, None]
+    b_rows = (columns < n)[None, :]
     size: tl.constexpr = a.dtype.element_ty.primitive_bitwidth // 8
     a_end = k // a_unit * a_unit  # k, which is a multiple: so that the compiler knows
     b_end = k // b_unit * b_unit
@@ -72,11 +74,11 @@ def tiles_kernel(
         a_at = tl.max_contiguous(tl.multiple_of(a + start, [1, a_unit * size]), [1, a_unit])
         b_at = tl.max_contiguous(tl.multiple_of(b + start, [b_unit * size, 1]), [b_unit, 1])
         if even:
-            x = tl.load(a_at)
-            y = tl.load(b_at)
+            x = tl.load(a_at, mask=a_rows, other=0.0)
+            y = tl.load(b_at, mask=b_rows, other=0.0)
         else:
-            x = tl.load(a_at, mask=(start + steps)[None, :] < a_end, other=0.0)
-            y = tl.load(b_at, mask=(start + steps)[:, None] < b_end, other=0.0)
+            x = tl.load(a_at, mask=a_rows & ((start + steps)[None, :] < a_end), other=0.0)
+            y = tl.load(b_at, mask=b_rows & ((start + steps)[:, None] < b_end), other=0.0)
         acc = tl.dot(x, y, acc)
     if has_bias:
         acc += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]

@@ -24,14 +24,14 @@ class Operands:
         gate follow.
     unit: elements of a row that can be loaded at a time.
     copied: bytes that the copy engine cannot address where they lie.
-    whole_lines: rows (of copies, where there are any) begin on cache lines.
+    broken: share of the rows (of copies, where there are any) that do not begin on cache lines.
     """
 
     itemsize: int
     plain: bool
     unit: int
     copied: int
-    whole_lines: bool
+    broken: float
 
 
 @lru_cache(maxsize=4096)
@@ -39,7 +39,7 @@ def choose(
     m: int, n: int, k: int, operands: Operands, num_sms: int, batch_invariant: bool
 ) -> tuple[Plan | DirectPlan | TilePlan, float]:
     """A plan and the seconds that it is predicted to take, copies included."""
-    stream = choose_plan(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.whole_lines)
+    stream = choose_plan(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.broken)
     best: Plan | DirectPlan | TilePlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)
     if batch_invariant or not operands.plain:

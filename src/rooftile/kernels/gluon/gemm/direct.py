@@ -22,9 +22,6 @@ from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
 WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
-PREFETCHED_BYTES = gl.constexpr(
-    16 * 1024
-)  # of a row of weights, under the end of the kernel before
 
 
 @gluon.constexpr_function
@@ -84,21 +81,6 @@ def _operand(
         return gl.load(pointers, mask=(at < end) & (wide_row >= 0), other=0.0)
 
 
-@gluon.jit
-def _prefetch_weights(x, stride, rows, row0, row_bytes, tile: gl.constexpr, warps: gl.constexpr):
-    """Asks the L2 cache for this CTA's rows of x, which no kernel before this one writes."""
-    row = gl.arange(0, tile, gl.BlockedLayout([1], [32], [warps], [0]))
-    at = x + gl.minimum(row0 + row, rows - 1).to(gl.int64) * stride
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, $2;",
-        "=r,l,r",
-        [at, row * 0 + gl.minimum(row_bytes, PREFETCHED_BYTES)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @gluon.jit(
     do_not_specialize=[
         "x", "y", "out", "bias", "residual", "scales", "x_stride", "y_stride", "x_rows", "y_rows", "k", "tiles_x",
@@ -135,7 +117,7 @@ def direct_kernel(
     activation: gl.constexpr,
     has_bias: gl.constexpr,
     has_residual: gl.constexpr,
-    ahead: gl.constexpr,  # x is weights at rest: kernels/weights_at_rest.py
+    early: gl.constexpr,  # codes are fetched a step before they are multiplied
 ):
     """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
     sums: gl.constexpr = _product_layout(warps_k, warps_x, warps_y)
@@ -157,25 +139,28 @@ def direct_kernel(
     x0 = (tile - tile_of_y * tiles_x) * tile_x
     y0 = tile_of_y * tile_y
     let_dependents_start()
-    if ahead:
-        bits: gl.constexpr = 4 if codes else 8 * x.dtype.element_ty.itemsize
-        _prefetch_weights(x, x_stride, x_rows, x0, k * bits // 128 * 16, tile_x, warps)
     await_kernels_before()
     acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
-    if codes:
+    if codes and early:
         word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
     for k0 in range(0, k, warps_k * tile_k):
+        if codes and not early:
+            word, scale = fetch_codes(
+                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
+            )
         b = _operand(
             y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
         )
         if codes:
-            # The next words are on their way while these are multiplied.
-            next_word, next_scale = fetch_codes(
-                x, scales, x_stride, x_rows, x0, k, k0 + warps_k * tile_k, tile_x, tile_k, warps_k
-            )
+            following = k0 + warps_k * tile_k
+            if early:
+                next_word, next_scale = fetch_codes(
+                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k
+                )
             a = dequantised(word, scale, left)
-            word = next_word
-            scale = next_scale
+            if early:
+                word = next_word
+                scale = next_scale
         else:
             a = _operand(
                 x, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, x_unit, even, 0, x_layout

@@ -11,6 +11,7 @@ class DirectPlan:
 
     x and y are the weight and the activations if `transposed`, else a and b; `warps_k` warps share k,
     each of which takes `tile_k` of it at a time; `warps_x` and `warps_y` share the tile.
+    early: codes of int4 weights are fetched a step before they are multiplied.
     seconds: that it is predicted to take.
     """
 
@@ -21,6 +22,7 @@ class DirectPlan:
     warps_x: int = 1
     warps_y: int = 1
     transposed: bool = False
+    early: bool = False
     seconds: float = 0.0
 
     @property
@@ -31,16 +33,22 @@ class DirectPlan:
 # Of a launch, and of bytes: fitted to 8 layers of Llama-8B and Qwen-0.6B at one row.
 _SECONDS, _BANDWIDTH = 7.0e-6, 3.6e12
 _MOST_FEW_ROWS = 8
+_MANY_ROWS = 16 * 3 * 132  # three tiles for every multiprocessor of an H200
+# Larger weights: the Stream-K kernel, which reads them under the end of the kernel before.
+_MOST_WEIGHTS = 8_000_000
 
 
 def plan_of_few_rows(m: int, n: int, k: int) -> DirectPlan | None:
     """For a weight [n, k] and m rows of activations, `None` where there are too many."""
-    if m > _MOST_FEW_ROWS:
+    if m > _MOST_FEW_ROWS or n * k > _MOST_WEIGHTS:
         return None
     seconds = _SECONDS + 2.0 * (n * k + m * k + m * n) / _BANDWIDTH
     return DirectPlan(16, 8, 256, 8 if k >= 2048 else 4, transposed=True, seconds=seconds)
 
 
-def plan_of_codes(m: int) -> DirectPlan:
-    """For m rows of activations and int4 weights. The order of a sum does not depend on m."""
-    return DirectPlan(16, 8 if m <= 8 else 16, 256, 8, transposed=True)
+def plan_of_codes(m: int, n: int) -> DirectPlan:
+    """For a weight [n, k] in int4 and m rows of activations. The order of a sum depends on n alone."""
+    tile_y = 8 if m <= 8 else 16
+    if n >= _MANY_ROWS:  # enough tiles to hide what one waits for
+        return DirectPlan(16, tile_y, 256, 4, transposed=True)
+    return DirectPlan(16, tile_y, 256, 8, transposed=True, early=True)

@@ -25,6 +25,7 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
+from rooftile.planning.stream_k_cost import broken_share
 
 FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
@@ -65,7 +66,7 @@ def matmul(
     if b.dtype == torch.int32:
         a = a if a.stride(1) == 1 else a.contiguous()
         return direct_forward.matmul(
-            *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m))
+            *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m, n))
         )
     if plan is None:
         plan = _choose(a, b, gated or scale_a is not None, batch_invariant)
@@ -125,14 +126,13 @@ def _choose(
     (m, k), n = a.shape, b.shape[1]
     kinds = [_operand(a, True), _operand(b, False)]
     copied = sum(x.numel() * x.element_size() for x, _, copies in kinds if copies)
-    strides = (
-        max(x.stride()) * x.element_size() for x, _, copies in kinds if not copies
-    )  # copies begin on lines
+    broken = [
+        0.0 if copies else broken_share(max(x.stride()) * x.element_size())
+        for x, _, copies in kinds  # copies begin on lines
+    ]
     plain = not finished and a.element_size() == 2 and a.stride(1) == 1 and b.stride(0) == 1
     unit = min(row_unit(a), row_unit(b.T)) if plain else 1
-    operands = Operands(
-        a.element_size(), plain, unit, copied, all(n % _LINE_BYTES == 0 for n in strides)
-    )
+    operands = Operands(a.element_size(), plain, unit, copied, sum(broken) / 2)
     return choose(m, n, k, operands, multiprocessors(a.device), batch_invariant)[0]
 
 
@@ -270,17 +270,16 @@ def efficiency(call: Any) -> float:
         "b": (call.n if call.b_layout == "row" else call.k, call.n * call.k),
     }
     copied = sum(n * itemsize for stride, n in rows.values() if stride * itemsize % _TMA_BYTES)
-    whole = [
-        stride * itemsize % _LINE_BYTES == 0
+    broken = [
+        broken_share(stride * itemsize) if stride * itemsize % _TMA_BYTES == 0 else 0.0
         for stride, _ in rows.values()
-        if stride * itemsize % _TMA_BYTES == 0
     ]
     plain = (
         itemsize == 2
         and (call.a_layout, call.b_layout) == ("row", "column")
         and not reference.is_gated(call.activation)
     )
-    operands = Operands(itemsize, plain, gcd(call.k, 8), copied, all(whole))
+    operands = Operands(itemsize, plain, gcd(call.k, 8), copied, sum(broken) / 2)
     _, seconds = choose(call.m, call.n, call.k, operands, H200.units, call.batch_invariant)
     margin = _MARGIN if not copied else 1.0
     return (

@@ -75,13 +75,13 @@ def choose_plan(
     itemsize: int,
     num_sms: int,
     batch_invariant: bool = False,
-    whole_lines: bool = True,
+    broken: float = 0.0,
 ) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
     batch_invariant: whole tiles of a shape that depends on n and k alone, the one that is best for
         64 rows.
-    whole_lines: rows of the operands begin on cache lines.
+    broken: share of the operands' rows that do not begin on cache lines.
     """
     machine = replace(H200, units=num_sms)
     if batch_invariant:
@@ -90,10 +90,10 @@ def choose_plan(
         times = [predict(x, machine, itemsize) for x in whole]
         config = few[times.index(min(times))]
         found = data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms)
-        return plan_of(config, found, predict(found, machine, itemsize, whole_lines))
+        return plan_of(config, found, predict(found, machine, itemsize, broken))
     # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
     configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
     by_tiling = {x.tiling(itemsize): x for x in configs}
-    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), whole_lines)
+    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken)
     found = best.decomposition
     return plan_of(by_tiling[found.tiling], found, best.seconds)

@@ -1,0 +1,95 @@
+"""Fits planning/tile_costs.json to measured plans: python benchmarks/tile_costs.py ROWS.jsonl
+
+Takes the plans named "64x32 tiles" of rows as benchmarks/gemm_costs.py does, up to 30 microseconds,
+and copies of operands ("copies"). Needs scipy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+from scipy.optimize import least_squares
+
+from rooftile.planning.hardware import H200
+from rooftile.planning.roofline import linear_work
+from rooftile.planning.stream_k import Product, product_of
+from rooftile.planning.tile_cost import STEP
+
+RESIDENT = {"64x32": 3, "64x64": 3, "128x64": 2}
+UNITS = (1, 2, 8)
+MOST_US = 30.0
+NEAR = 1.5
+COPY_SECONDS = 1.2e-6  # that a launch of copies adds to that of the product
+MACHINE = ("launch", "start", "bandwidth", "sharpness")
+
+
+def predicted(x: Sequence[float], shape: str, product: Product) -> float:
+    """Microseconds; planning/tile_cost.py has the same in seconds."""
+    launch, start, bandwidth, sharpness = x[:4]
+    unit = math.gcd(product.k, 8)
+    at = 4 + 10 * list(RESIDENT).index(shape)
+    odd = x[at]
+    setup, work, latency = x[at + 1 + 3 * UNITS.index(2 if unit == 4 else unit) :][:3]
+    block_m, block_n = map(int, shape.split("x"))
+    tiles = -(-product.m // block_m) * -(-product.n // block_n)
+    share, steps = -(-tiles // H200.units), -(-product.k // STEP)
+    waiting = -(-share // RESIDENT[shape]) * steps * latency
+    computing = launch + setup + ((share * steps * work) ** 3 + waiting**3) ** (1 / 3)
+    computing += odd if product.n % 2 else 0.0
+    moved = linear_work(product.m, product.k, product.n).bytes
+    reading = start + moved / bandwidth / 1e6
+    return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
+
+
+def main(file: Path) -> None:
+    known: list[tuple[str, Product, float, float]] = []
+    copies: list[tuple[float, float]] = []  # bytes, microseconds of their launch
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        product = product_of(record["case"])
+        for name, us in record["plans"].items():
+            shape = name.removesuffix(" tiles")
+            if name != shape and shape in RESIDENT and us < MOST_US:
+                # What is much slower than the vendor's library will not be chosen: it counts less.
+                known.append((shape, product, us, 1 if us < NEAR * record["vendor"] else 3))
+        if "copies" in record:
+            copies.append(((product.m + product.n) * product.k * 2.0, record["copies"]))
+
+    def off(x: Sequence[float]) -> list[float]:
+        return [math.log(predicted(numpy.abs(x), *row[:2]) / row[2]) / row[3] for row in known]
+
+    guess = [4.0, 5.0, 3.5, 2.5] + [2.0, *(0.5, 0.5, 1.0) * 3] * len(RESIDENT)
+    x = numpy.abs(least_squares(off, guess, loss="soft_l1", f_scale=0.05, max_nfev=400).x)
+    print(json.dumps({H200.name: as_data([float(v) for v in x], copies)}, indent=2))
+    print(f"{len(known)} times of tiles are off by {numpy.std(off(x)):.1%}")
+
+
+def as_data(x: Sequence[float], copies: list[tuple[float, float]]) -> dict[str, object]:
+    def seconds(value: float) -> float:
+        return float(f"{value * 1e-6:.4g}")
+
+    data: dict[str, object] = {
+        "launch": seconds(x[0]),
+        "start": seconds(x[1]),
+        "bandwidth": float(f"{x[2] * 1e12:.4g}"),
+        "sharpness": float(f"{x[3]:.4g}"),
+    }
+    slope = numpy.polyfit([moved for moved, _ in copies], [us for _, us in copies], 1)[0]
+    data |= {"copy": COPY_SECONDS, "copy_bandwidth": float(f"{2e6 / slope:.4g}")}
+    tiles = {}
+    for i, (shape, resident) in enumerate(RESIDENT.items()):
+        odd, *rest = x[4 + 10 * i : 14 + 10 * i]
+        costs: dict[str, object] = {"resident": resident, "odd": seconds(odd)}
+        for j, name in enumerate(("setup", "work", "latency")):
+            costs[name] = {str(unit): seconds(rest[3 * u + j]) for u, unit in enumerate(UNITS)}
+        tiles[shape] = costs
+    return data | {"tiles": tiles}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
