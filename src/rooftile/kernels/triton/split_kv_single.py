@@ -325,7 +325,10 @@ def split_kv_single_kernel(
         request = _begun(strip_of - from_strip, there, block)
         request = tl.gather(request, mine - from_strip, 0)
         request = tl.where(valid, request, 0)
-        number = mine - tl.gather(strip_of, request, 0)
+        if shares:
+            number = mine - tl.gather(strip_of, request, 0)
+        else:  # every request that has queries has a strip for each head
+            number = mine - _quotient(mine, num_kv_heads) * num_kv_heads
         member, q_begin_, q_len_, tiles_ = _tokens(
             request, valid, cu_seqlens_q, first, shared, batch, groups, least_saved, kv_shift,
             shares,
