@@ -264,9 +264,8 @@ def test_refusals() -> None:
         attention(q, q, q, score_mod=THIRDS)
     with pytest.raises(ValueError, match="tensor 0 of score_mod is on meta but q is on cpu"):
         attention(q, q, q, score_mod=SCORE(torch.zeros(1, 1, device="meta")))
-    for family in ("gluon", "torch"):
-        with pytest.raises(NotImplementedError, match="it takes no score_mod or mask_mod"):
-            attention(q, q, q, mask_mod=THIRDS, kernel=family)
+    with pytest.raises(NotImplementedError, match="it takes no score_mod or mask_mod"):
+        attention(q, q, q, mask_mod=THIRDS, kernel="torch")
     q.requires_grad_()
     with pytest.raises(
         NotImplementedError, match="kernel='triton' has no gradients with score_mod"
