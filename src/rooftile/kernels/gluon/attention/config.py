@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 
 @dataclass(frozen=True)
 class Config:
@@ -57,9 +55,9 @@ class Config:
         """Sequences, with one for padding, that a CTA sorts for itself; two CTAs have no room."""
         return 128 if self.ctas == 1 else 0
 
-    def for_dtype(self, dtype: torch.dtype) -> Config:
-        """float16 ends at 2^16, too soon for weights under an anchored maximum."""
-        return replace(self, anchored=False) if dtype == torch.float16 else self
+    def of_few_bits(self) -> Config:
+        """For float16, which ends at 2^16: too soon for weights under an anchored maximum."""
+        return replace(self, anchored=False)
 
     def rounds(self, num_tiles: int, ctas: int) -> int:
         """How many tiles a CTA takes in turn before it draws."""

@@ -143,7 +143,9 @@ def bind_attention(
 
         return run_prepared
     changed = (slopes is not None, mods is not NO_MODS)
-    config = (config or config_of(k_dim, v_dim, q_len, right, *changed)).for_dtype(q.dtype)
+    config = config or config_of(k_dim, v_dim, q_len, right, *changed)
+    if q.dtype == torch.float16:
+        config = config.of_few_bits()
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
     heads_at_a_time = 1
@@ -239,7 +241,9 @@ def bind_attention_varlen(
     length = typical_length(tokens, batch, max_q_len)
     config_given = config
     changed = (slopes is not None, mods is not NO_MODS)
-    config = (config or config_of(k_dim, v_dim, length, right, *changed)).for_dtype(q.dtype)
+    config = config or config_of(k_dim, v_dim, length, right, *changed)
+    if q.dtype == torch.float16:
+        config = config.of_few_bits()
     if tokens == 0:
         return lambda q, k, v, cu_q, cu_k, sink, *_: _without_keys(q, k, v, sink)
     # A descriptor needs memory, though no row of it may be visible.
