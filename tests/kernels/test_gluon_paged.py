@@ -160,7 +160,7 @@ def test_decode(
 @settings(max_examples=25)
 @given(
     lengths=st.lists(
-        st.tuples(st.sampled_from([1, 1, 2, 0]), st.sampled_from([0, 1, 17, 63, 65, 200, 400])),
+        st.tuples(st.sampled_from([1, 1, 2, 0, 25]), st.sampled_from([0, 1, 17, 63, 65, 200, 400])),
         min_size=1,
         max_size=4,
     ),
@@ -205,6 +205,42 @@ def test_prefill_and_decode_together(
 ) -> None:  # fmt: skip
     batch = Batch([(100, 130), *lengths], heads, (dim, dim), page_size, left=window[0], seed=seed)
     check(batch, None, *window, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("quantised", [False, True])
+def test_whole_strips_are_drawn(quantised: bool, seed: int) -> None:
+    lengths = [(200, 260), (1, 90), (150, 150)]
+    batch = Batch(lengths, (4, 2), (128, 128), 16, seed=seed, quantised=quantised, padding=2)
+    spec = batch.spec(-1, 0)
+    assert spec.whole
+    found = plan(replace(spec, whole=1), [q for q, _ in lengths], [kv for _, kv in lengths])
+    assert found.drawn == found.strips > spec.num_ctas
+    check(batch, seed=seed, whole=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_more_shares_than_ctas_are_drawn(loaders: int, seed: int) -> None:
+    batch = Batch([(1, 700), (2, 90), (1, 0), (1, 333)], (4, 1), (128, 128), 16, seed=seed)
+    for few in (True, False):
+        config = CONFIG.SMALL[128][0] if few else CONFIG.LARGE[128]
+        config = replace(config, drawn=True, loaders=loaders)
+        check(batch, seed=seed, config=config, num_ctas=11)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_can_be_followed_again(seed: int) -> None:
+    """Whoever draws last leaves the counters of the plan as they were."""
+    batch = Batch([(1, 700), (100, 300)], (4, 1), (128, 128), 64, seed=seed)
+    spec = replace(batch.spec(-1, 0), whole=1, num_ctas=3)
+    words = batch.planned(spec)
+    before = words.clone()
+    options = (None, -1, 0, 0.0, 0.125, None, None, False, words, spec.numbers)
+    with simulation(seed=seed, residency=3):
+        first, second = [KERNEL.paged_attention(*batch.arguments, *options) for _ in range(2)]
+    assert torch.equal(words, before)
+    assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice

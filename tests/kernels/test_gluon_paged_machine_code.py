@@ -15,7 +15,7 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from rooftile.kernels.gluon.paged.config import LARGE, QUANTISED, SMALL, Config  # noqa: E402
+from rooftile.kernels.gluon.paged.config import LARGE, LONG, QUANTISED, SMALL, Config  # noqa: E402
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     MachineCode,
@@ -25,6 +25,7 @@ from tests.support.machine_code import (  # noqa: E402
 
 SHARED_MEMORY_OF_AN_SM = 228 * 1024
 RESERVED = 1024  # of a CTA
+OUTSIDE_LOOPS = 16  # accesses of a prefill to local memory, once a tile of queries
 PLAIN, EVERYTHING = (False, True, False, False), (True, True, True, True)
 POINTERS = {
     **dict.fromkeys(("lse", "partial_out", "partial_lse", "sink", "k_scale", "v_scale"), "*fp32"),
@@ -45,7 +46,7 @@ def compiled(
     types["q_desc"] = types["o_desc"] = descriptor_type(packed)
     dtype: Any = gl.float8e4nv if quantised else gl.bfloat16
     types["k_desc"] = types["v_desc"] = descriptor_type(page, dtype)
-    values = dict(constants(config, page_size, group_size, quantised, *features))
+    values = dict(constants(config, page_size, group_size, 4, quantised, *features))
     return compile_for_hopper(
         paged_kernel, types, values, most_registers=128 if config.ctas == 2 else None
     )
@@ -75,7 +76,7 @@ def test_eight_rows(quantised: bool) -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_prefill(page_size: int) -> None:
     code = compiled(LARGE[128], page_size, PLAIN)
-    check(code, LARGE[128])
+    check(code, LARGE[128], OUTSIDE_LOOPS)
     assert code.count("UTMASTG")
     assert max(loop.overlapped_exponentials() for loop in code.product_loops()) >= 64
 
@@ -85,8 +86,8 @@ def test_prefill(page_size: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
     # A prefill with every feature spills what its producer has to know of windows.
-    spills = 64 if features == EVERYTHING else 0
-    for config in SMALL[dim]:
+    spills = 64 if features == EVERYTHING else OUTSIDE_LOOPS
+    for config in (*SMALL[dim], *(config for config in LONG.values() if config.dim == dim)):
         check(compiled(config, 16, features), config, spills)
     if dim < 256:  # at 256 a prefill spills some more
         check(compiled(LARGE[dim], 16, features), LARGE[dim], spills)

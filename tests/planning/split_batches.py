@@ -39,6 +39,7 @@ def batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         num_ctas=draw(st.sampled_from([1, 2, 5, 33, 132])),
         min_piece=draw(st.integers(1, 3)),
         piece=draw(st.sampled_from([0, 0, 1, 4])),
+        whole=draw(st.sampled_from([0, 0, 1, 3])),
     )
     return spec, lengths
 
@@ -60,6 +61,7 @@ def decode_batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         max_kv_len=max([kv for _, kv in lengths] + [0]),
         group_size=group_size,
         piece=0,
+        whole=0,
     )
     return spec, lengths
 

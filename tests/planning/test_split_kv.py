@@ -259,6 +259,27 @@ def test_few_keys_use_few_ctas() -> None:
     assert planned(SPEC, [(0, 100)]).strips == 0
 
 
+def test_many_query_tiles_are_drawn_whole_those_with_most_keys_first() -> None:
+    spec = replace(
+        SPEC, batch=4, tokens=8192, max_q_len=2048, tile_rows=(64, 128), tile_cost=(800, 1600),
+        num_ctas=16, whole=4,
+    )  # fmt: skip
+    found = planned(spec, [(2048, 2048)] * 4)
+    assert found.drawn == found.strips == 4 * 8 * 2048 * 4 // 128
+    assert not found.merges
+    items = found.of_cta(0)
+    assert len(items) == found.strips
+    for request in range(4):
+        mine = items[request * 512 : (request + 1) * 512]
+        assert {item.request for item in mine} == {request}
+        assert [item.kv_head for item in mine[:8]] == list(range(8))  # one query tile of each head
+        lengths = [item.kv_end for item in mine]
+        assert lengths == sorted(lengths, reverse=True)
+    # One request of many more keys than the others have is cut, and so are they.
+    assert planned(replace(spec, max_kv_len=2**20), [(1, 2**20), (2048, 2048)]).drawn == 0
+    assert planned(replace(spec, whole=0), [(2048, 2048)] * 4).drawn == 0
+
+
 def test_lengths_beyond_the_capacities_are_refused() -> None:
     for lengths, message in (
         ([(1, 1)] * 65, "65 requests and the spec is made for 64; make one with batch = 65"),

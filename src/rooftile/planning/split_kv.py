@@ -13,12 +13,18 @@ key of the request, whatever the page size. A query tile needs the tiles from th
 that any of its rows may see to that of the last one (causal and window bounds as in the operator);
 a tile that sees nothing needs none.
 
-**Strips, items, shares.** A strip is (request, kv head, query tile), in this order, and costs
+**Strips, items, shares.** A strip is (request, query tile, kv head), in this order, the last query tile first, and costs
 `item_cost` + (its KV tiles) x `tile_cost` of its size, in clocks. All strips end to end are a line, cut
 into equal shares for the CTAs in use; a cut moves to the nearest border of a KV tile, or of the
 strip where less than `min_piece` tiles would remain on a side. What a CTA has of a strip is an item.
 Each CTA has a contiguous run of items; every strip has at least one item, so every output row is
 written by somebody. As few CTAs are used as gives each `item_cost + min_piece * tile_cost[0]` of work.
+
+**Whole strips** (`whole` > 0, without fixed pieces and groups). Where `whole` of the costliest strip fit
+into each CTA's share, no strip is cut: CTA 0 is given all of them, and the header says how many. Whoever
+runs the plan lets CTAs draw them one at a time, in the order of the line. CTAs then work at the same
+time on strips that stand next to each other, which see the same keys: these are read from memory
+once, and the cheap strips of a request come last, so little remains to be balanced.
 
 **Fixed pieces** (`piece` > 0, batch-invariant): each strip is cut at multiples of `piece` KV tiles
 and nowhere else, so what is summed in which order depends on the request alone. A request's
@@ -35,7 +41,7 @@ the sink.
 **Shared prefixes** (`groups` > 0: without fixed pieces and left window, and no request has more rows than
 the largest query tile). Group g is requests first[g] .. first[g + 1] - 1, which begin with the same
 shared[g] keys. Rounded down to KV tiles, the group attends these once where that spares reading at
-least `least_saved` keys: (members - 1) x keys. Its strips, (group, kv head, query tile), follow those of
+least `least_saved` keys: (members - 1) x keys. Its strips, (group, kv head, query tile, the first of these first), follow those of
 all requests. Their rows are those of all members' query tokens, their items name the first member as
 the request (whose pages they are), as q_len the members' query tokens together, and as kv_len the
 shared keys and q_len more, so that a causal mask hides nothing. Members' strips begin behind the
@@ -48,7 +54,8 @@ in the place of `Merge`s; an item's `merge` is -1, as no strip can be merged for
 captured CUDA graph can hold it while lengths change. Sections, each at a multiple of 32 words:
 
     header  [8]                  merges in use, items in use, CTAs in use, strips, strips of requests
-                                 (where prefixes are shared, else 0), 0, 0, 0
+                                 (where prefixes are shared, else 0), strips to be drawn, and two
+                                 counters of whoever draws them: 0
     ctas    [num_ctas, 2]        first item, number of items (0: idle)
     merges  [merge_capacity, 8]  `Merge`; those from header[0] on are undefined
     items   [item_capacity, 12]  `Item`; those outside all CTAs' runs are undefined
@@ -130,6 +137,7 @@ class Plan:
     ctas_used: int
     strips: int
     request_strips: int = 0  # where prefixes are shared
+    drawn: int = 0  # strips that CTAs draw, all of them CTA 0's
 
     def of_cta(self, cta: int) -> list[Item]:
         first, count = self.ctas[cta]
@@ -141,7 +149,7 @@ class Plan:
         words = [-1] * layout.size
         used = sum(count for _, count in self.ctas)
         header = [len(self.merges), used, self.ctas_used, self.strips, self.request_strips]
-        words[:HEADER_WORDS] = [*header, 0, 0, 0]
+        words[:HEADER_WORDS] = [*header, self.drawn, 0, 0]
         rows: list[tuple[int, Sequence[tuple[int, ...] | None]]] = [
             (layout.ctas, self.ctas),
             (layout.merges, self.merges),
@@ -251,6 +259,9 @@ def plan(
     total = sum(strip.cost for strip in line)
     least = spec.item_cost + spec.min_piece * spec.tile_cost[0]
     used = min(spec.num_ctas, max(1, total // least))
+    drawn = len(line) if _whole(spec, line, total) else 0
+    if drawn:
+        used = 1
     cuts = _cuts(spec, line, total, used)
 
     # Parts: the whole of a strip, or where cuts are inside of it, what lies between them.
@@ -290,7 +301,7 @@ def plan(
                 strip.queries.kv_len,
             )  # fmt: skip
     if not spec.groups:
-        return Plan(ctas, items, merges, used, len(line))
+        return Plan(ctas, items, merges, used, len(line), drawn=drawn)
     requests = sum(not strip.queries.shared for strip in line)
     return Plan(ctas, items, _shared(spec, line, parts), used, len(line), requests)
 
@@ -322,6 +333,12 @@ def _shared(spec: SplitSpec, line: list[Strip], parts: dict[int, list[int]]) -> 
                    rows[0] if rows else -1, len(rows), tile_rows, strip.queries.q_begin)
         )  # fmt: skip
     return found
+
+
+def _whole(spec: SplitSpec, line: list[Strip], total: int) -> bool:
+    if not spec.whole or spec.piece or spec.groups or not line:
+        return False
+    return max(strip.cost for strip in line) * spec.whole * spec.num_ctas <= total
 
 
 def _cuts(spec: SplitSpec, line: list[Strip], total: int, used: int) -> list[tuple[int, int]]:

@@ -87,25 +87,29 @@ def strips(
             first_key = min(max(kv_len - q_len - spec.left, 0), kv_len) if spec.left >= 0 else 0
             first_piece = first_key // (spec.kv_tile * spec.piece)
             pieces = max(1, -(-kv_len // (spec.kv_tile * spec.piece)) - first_piece)
-        for kv_head in range(spec.num_kv_heads):
-            for query_tile in range(-(-rows // tile)):
-                row_begin = query_tile * tile
-                row_end = min(row_begin + tile, rows)
-                begin, end = visible_tiles(spec, q_len, kv_len, row_begin, row_end)
-                if queries.shared:
-                    begin, end = 0, queries.shared
-                begin = max(begin, queries.skipped)
-                for piece in range(pieces):
-                    a, b = begin, end
-                    if spec.piece:
-                        a = max(a, (first_piece + piece) * spec.piece)
-                        b = min(b, (first_piece + piece + 1) * spec.piece)
-                    a, b = (a, b) if a < b else (0, 0)
-                    cost = spec.item_cost + (b - a) * tile_cost
-                    line.append(
-                        Strip(queries, kv_head, query_tile, piece, pieces, row_begin, row_end, tile,
-                              tile_cost, a, b, cost)
-                    )  # fmt: skip
+        heads, tiles = range(spec.num_kv_heads), range(-(-rows // tile))
+        if queries.shared:
+            order = [(kv_head, query_tile) for kv_head in heads for query_tile in tiles]
+        else:
+            order = [(kv_head, query_tile) for query_tile in reversed(tiles) for kv_head in heads]
+        for kv_head, query_tile in order:
+            row_begin = query_tile * tile
+            row_end = min(row_begin + tile, rows)
+            begin, end = visible_tiles(spec, q_len, kv_len, row_begin, row_end)
+            if queries.shared:
+                begin, end = 0, queries.shared
+            begin = max(begin, queries.skipped)
+            for piece in range(pieces):
+                a, b = begin, end
+                if spec.piece:
+                    a = max(a, (first_piece + piece) * spec.piece)
+                    b = min(b, (first_piece + piece + 1) * spec.piece)
+                a, b = (a, b) if a < b else (0, 0)
+                cost = spec.item_cost + (b - a) * tile_cost
+                line.append(
+                    Strip(queries, kv_head, query_tile, piece, pieces, row_begin, row_end, tile,
+                          tile_cost, a, b, cost)
+                )  # fmt: skip
     return line
 
 

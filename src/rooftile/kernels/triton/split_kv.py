@@ -78,8 +78,12 @@ def _tiles(
     local, q_len, kv_len, tile, pieces, first_piece, group_size, left, right, kv_tile,
     piece: tl.constexpr,
 ):  # fmt: skip
-    """Of entries, counted from their request's first: row_begin, row_end, kv_begin, kv_end."""
-    row_begin = local // pieces * tile
+    """Of entries, counted from their request's first: row_begin, row_end, kv_begin, kv_end.
+
+    The last query tile comes first.
+    """
+    last = tl.maximum(q_len * group_size - 1, 0) // tile
+    row_begin = (last - local // pieces) * tile
     row_end = tl.minimum(row_begin + tile, q_len * group_size)
     offset = kv_len - q_len
     first = tl.zeros_like(kv_len)
@@ -135,10 +139,10 @@ def _write_merges(
             slot += local * pieces
         else:
             parts = tl.load(merge_slot + index + 1, mask=valid, other=0).to(tl.int32) - slot
-        row_begin = local % query_tiles * tile
+        row_begin = (query_tiles - 1 - local // num_kv_heads) * tile
         words = plan + merges_at + index * MERGE_WORDS
         tl.store(words, tl.zeros_like(r), mask=valid)
-        tl.store(words + 1, local // query_tiles, mask=valid)
+        tl.store(words + 1, local % num_kv_heads, mask=valid)
         tl.store(words + 2, row_begin, mask=valid)
         tl.store(words + 3, tl.minimum(row_begin + tile, q_len * group_size), mask=valid)
         tl.store(words + 4, slot * row_stride, mask=valid)
@@ -169,14 +173,13 @@ def _write_items(
         valid = valid & ((begins < ends) | (begins_at < ends_at)) & (strip < strips)
         r = _last_at_most(entry_of, batch, batch_steps, strip.to(tl.int64), num_kv_heads)
         entry = tl.load(entry_of + r, mask=valid, other=0).to(tl.int32)
-        next_entry = tl.load(entry_of + r + 1, mask=valid, other=1).to(tl.int32)
-        of_head = tl.maximum(next_entry - entry, 1)
-        local = strip - entry * num_kv_heads
-        head = local // of_head
-        local = local % of_head
-        q_begin, q_len, kv_len, tile, _cost, query_tiles, pieces, first_piece = _request(
+        q_begin, q_len, kv_len, tile, _cost, _query_tiles, pieces, first_piece = _request(
             r, valid, cu_seqlens_q, kv_lens, group_size, left, kv_tile, tile_rows, tile_cost, piece
         )
+        of_strip = (strip - entry * num_kv_heads) // pieces
+        piece_of = (strip - entry * num_kv_heads) % pieces
+        head = of_strip % num_kv_heads
+        local = of_strip // num_kv_heads * pieces + piece_of
         row_begin, row_end, kv_begin, kv_end = _tiles(
             local, q_len, kv_len, tile, pieces, first_piece, group_size, left, right, kv_tile, piece
         )
@@ -184,9 +187,8 @@ def _write_items(
         breaks = (strip == ends) & (ends_at > 0)
         if piece > 0:
             split = pieces > 1
-            of_strip = head * query_tiles + local // pieces
             slot = tl.load(slot_of + r, mask=valid, other=0).to(tl.int32)
-            slot += of_strip * pieces + local % pieces
+            slot += of_strip * pieces + piece_of
             merge = tl.load(merge_of + r, mask=valid, other=0).to(tl.int32) + of_strip
         else:
             split = continues | breaks
@@ -240,6 +242,7 @@ def split_kv_kernel(
     cta_block: tl.constexpr,
     min_piece: tl.constexpr,
     piece: tl.constexpr,
+    whole: tl.constexpr,
     block: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -280,6 +283,7 @@ def split_kv_kernel(
 
     # Entries: what they cost.
     one_head = tl.zeros([], tl.int64)
+    costliest = tl.zeros([], tl.int64)
     for base in range(0, entries + 1, block):
         e = base + lane
         r = _last_at_most(entry_of, batch, batch_steps, e, 1)
@@ -294,12 +298,18 @@ def split_kv_kernel(
         clocks = tl.where(valid, item_cost + (kv_end - kv_begin) * cost.to(tl.int64), 0)
         tl.store(entry_cost + e, one_head + tl.cumsum(clocks, 0) - clocks, mask=e <= entries)
         one_head += tl.sum(clocks, 0)
+        costliest = tl.maximum(costliest, tl.max(clocks, 0))
     tl.debug_barrier()
 
     # Cuts: where each CTA's share begins.
     total = one_head * num_kv_heads
     used = total // (item_cost + min_piece * tile_cost[0])
     used = tl.minimum(tl.maximum(used, 1), cta_count)
+    drawn = tl.zeros([], tl.int32)
+    if whole > 0:
+        uncut = (entries > 0) & (costliest * whole * cta_count <= total)
+        drawn = tl.where(uncut, entries * num_kv_heads, 0)
+        used = tl.where(uncut, 1, used)
     cta = tl.arange(0, cta_block)
     place = tl.minimum(cta, used) * total // used
     inside = place < total
@@ -314,28 +324,33 @@ def split_kv_kernel(
         step = step // 2
     r = first
     entry = tl.load(entry_of + r, mask=inside, other=0)
-    next_entry = tl.load(entry_of + r + 1, mask=inside, other=1)
-    before = tl.load(entry_cost + entry, mask=inside, other=0)
-    width = tl.load(entry_cost + next_entry, mask=inside, other=1) - before
-    width = tl.where(inside, width, 1)
-    offset = tl.where(inside, place - before * num_kv_heads, 0)
-    head = offset // width
-    offset -= head * width
-    e = _last_at_most(entry_cost, entries, entry_steps, tl.where(inside, before + offset, 0), 1)
-    offset -= tl.load(entry_cost + e, mask=inside, other=0) - before
-    local = tl.where(inside, e - entry, 0).to(tl.int32)
-    strip = entry * num_kv_heads + head * (next_entry - entry) + local
     _q_begin, q_len, kv_len, tile, cost, query_tiles, pieces, first_piece = _request(
         r, inside, cu_seqlens_q, kv_lens, group_size, left, kv_tile, tile_rows, tile_cost, piece
     )
+    key = tl.where(inside, place, 0)
+    e = _last_at_most(entry_cost, entries, entry_steps, key, num_kv_heads)
+    e = tl.where(inside, e, entry.to(tl.int32))
+    tile_begin = entry + (e - entry) // pieces * pieces
+    tile_before = tl.load(entry_cost + tile_begin, mask=inside, other=0)
+    width = tl.load(entry_cost + tile_begin + pieces, mask=inside, other=1) - tile_before
+    offset = tl.where(inside, place - tile_before * num_kv_heads, 0)
+    head = offset // width
+    offset -= head * width
+    if piece > 0:
+        key = tl.where(inside, tile_before + offset, 0)
+        e = _last_at_most(entry_cost, entries, entry_steps, key, 1)
+        offset -= tl.load(entry_cost + e, mask=inside, other=0) - tile_before
+    local = tl.where(inside, e - entry, 0).to(tl.int32)
+    strip = entry + local // pieces * pieces
+    strip = strip * num_kv_heads + head * pieces + local % pieces
     _row_begin, _row_end, kv_begin, kv_end = _tiles(
         local, q_len, kv_len, tile, pieces, first_piece, group_size, left, right, kv_tile, piece
     )
     tiles = kv_end - kv_begin
     at = (tl.maximum(offset - item_cost, 0) + cost // 2) // cost
     at = tl.where((at < min_piece), 0, tl.where(tiles - at >= min_piece, at, -1))
-    whole = tl.where(2 * offset < item_cost + tiles.to(tl.int64) * cost, 0, -1)
-    at = whole.to(at.dtype) if piece > 0 else tl.where(tiles < 2 * min_piece, whole, at)
+    nearer = tl.where(2 * offset < item_cost + tiles.to(tl.int64) * cost, 0, -1)
+    at = nearer.to(at.dtype) if piece > 0 else tl.where(tiles < 2 * min_piece, nearer, at)
     strip = tl.where(inside, strip + (at < 0), entries.to(tl.int64) * num_kv_heads)
     at = tl.where(inside, tl.maximum(at, 0), 0)
     exists = cta <= cta_count
@@ -371,8 +386,10 @@ def split_kv_kernel(
         tl.store(plan + 1, tl.sum(count, 0))
         tl.store(plan + 2, used.to(tl.int32))
         tl.store(plan + 3, entries * num_kv_heads)
-        for word in tl.static_range(4, 8):
-            tl.store(plan + word, 0)
+        tl.store(plan + 4, 0)
+        tl.store(plan + 5, drawn)
+        tl.store(plan + 6, 0)
+        tl.store(plan + 7, 0)
     tl.debug_barrier()
 
     if program == 0:
@@ -405,7 +422,7 @@ def split_kv(
     plan = torch.empty(layout.size, dtype=torch.int32, device=kv_lens.device)
     cta_block = max(HEADER_WORDS, triton.next_power_of_2(spec.num_ctas + 1))
     most_rows = spec.max_q_len * spec.group_size
-    one_tile = not spec.piece and most_rows <= spec.tile_rows[-1]
+    one_tile = not spec.piece and not spec.whole and most_rows <= spec.tile_rows[-1]
     if spec.groups or (one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4):
         _split_single(cu_seqlens_q, kv_lens, first, shared, plan, spec, layout, cta_block)
         return plan
@@ -438,6 +455,7 @@ def split_kv(
             cta_block=cta_block,
             min_piece=spec.min_piece,
             piece=spec.piece,
+            whole=0 if spec.piece else spec.whole,
             block=BLOCK,
             num_warps=8,
         )

@@ -18,17 +18,20 @@ class Config:
     lazy: bool = True
     item_cost: int = 1500  # clocks beyond the tiles
     min_piece: int = 1  # KV tiles
+    drawn: bool = False  # shares, or whole strips, go to whichever CTA is free
+    loaders: int = 1  # warps that load: 2 have keys and values to themselves
 
     @property
     def tile_rows(self) -> tuple[int, ...]:
         """Sizes of query tiles."""
-        return (self.few,) if self.few else (64, 128)[: self.groups]
+        rows = self.few or 64
+        return tuple(rows * n for n in range(1, self.groups + 1))
 
 
-# H200, bf16, page 16, 32/8 heads, us with one CTA of 6 stages, one of 3 stages of 128 keys, two of 3
-# stages: b32 4k 145 144 136, b128 8k 1005 989 975, b64 of 128 to 32k 336 326 320. One producer warp
-# cannot issue 16 boxes of a page each as fast as memory delivers them.
-# For each head dim, by packed rows of the longest request.
+# For each head dim, by packed rows of the longest request. H200, bf16, page 16, 32/8 heads, us with one CTA
+# of 6 stages, one of 3 stages of 128 keys, two of 3 stages: b32 4k 145 144 136, b128 8k 1005 989 975, b64 of
+# 128 to 32k 336 326 320. One producer warp cannot issue 16 boxes of a page each as fast as memory delivers
+# them. Two of 3 and of 2 stages: b32 4k 136 135, b128 8k 969 948: what is in flight beyond need only waits.
 SMALL = {
     64: (
         Config(64, 1, 64, 6, (0, 64), few=8, ctas=2),
@@ -36,7 +39,7 @@ SMALL = {
         Config(64, 1, 64, 6, (0, 64), ctas=2, q_stages=1),
     ),
     128: (
-        Config(128, 1, 64, 3, (0, 64), few=8, ctas=2),
+        Config(128, 1, 64, 2, (0, 64), few=8, ctas=2),
         Config(128, 1, 64, 3, (0, 64), few=16, ctas=2, q_stages=1),
         Config(128, 1, 64, 3, (0, 64), ctas=2, q_stages=1),
     ),
@@ -46,18 +49,26 @@ SMALL = {
         Config(256, 1, 64, 3, (0, 112), q_stages=1),
     ),
 }
+# A few long strips: half as many parts to merge. H200, us beside the first of the above: b1 8k 18.9 19.5,
+# b1 64k 71.2 72.1, b8 8k 70.9 70.9.
+FEW_STRIPS = 32
+LONG = {128: Config(128, 1, 128, 2, (0, 112), few=8)}
+# Prefill. H200, b2 s8192 32/8 causal and full, share of dense attention with strips cut into equal shares,
+# drawn, and drawn with two loaders: page 64 0.83 -, 0.96 0.96, 0.95 0.98; page 16 drawn 0.86 0.85, with two
+# loaders 0.89 0.94. What was cut read the keys of all heads at once, and did not find them in the L2 cache.
 LARGE = {
-    64: Config(64, 2, 128, 4, (224, 56)),
-    128: Config(128, 2, 128, 2, (224, 56)),
-    256: Config(256, 2, 64, 2, (224, 56), q_stages=1),
+    64: Config(64, 2, 128, 4, (224, 56), drawn=True, loaders=2),
+    128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2),
+    256: Config(256, 2, 64, 2, (224, 56), q_stages=1, drawn=True),
 }
 # Pages of 8-bit numbers, whose boxes are 128 columns wide. One CTA of 6 stages of 128 keys, two of 5
-# of 64, two of 3 of 128: b32 4k 85 82 80, b128 8k 529 521 527, b64 of 128 to 32k 198 190 180.
+# of 64, two of 3 of 128: b32 4k 85 82 80, b128 8k 529 521 527, b64 of 128 to 32k 198 190 180. Two of 3 and 2
+# stages of 128: b32 4k 77.5 74.9, b128 8k 494 492.
 QUANTISED = {
     128: (
-        Config(128, 1, 128, 3, (0, 80), few=8, ctas=2),
+        Config(128, 1, 128, 2, (0, 56), few=8, ctas=2),
         Config(128, 1, 64, 5, (0, 64), few=16, ctas=2),
-        Config(128, 1, 64, 10, (0, 112), few=32),
+        Config(128, 2, 64, 8, (224, 56), few=32, drawn=True),
     ),
     256: (
         Config(256, 1, 64, 2, (0, 64), few=8, ctas=2),
@@ -74,10 +85,12 @@ UNBOUNDED = 2**30  # beyond every length
 
 
 def config_of(
-    k_dim: int, v_dim: int, packed_rows: int, quantised: bool, batch_invariant: bool = False
-) -> Config:
+    k_dim: int, v_dim: int, packed_rows: int, quantised: bool, batch_invariant: bool = False,
+    strips: int = UNBOUNDED,
+) -> Config:  # fmt: skip
     """packed_rows: of the longest request, query tokens times heads of a group.
 
+    strips: of one query tile each, requests times kv heads.
     With batch_invariant one configuration serves all of them, so that none depends on the others.
     """
     by_dim = QUANTISED if quantised else SMALL
@@ -85,6 +98,8 @@ def config_of(
     largest = by_dim[dim][-1]
     if batch_invariant or packed_rows > largest.tile_rows[-1]:
         return largest if quantised else LARGE[dim]
+    if not quantised and dim in LONG and packed_rows <= LONG[dim].few and strips <= FEW_STRIPS:
+        return LONG[dim]
     return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)
 
 

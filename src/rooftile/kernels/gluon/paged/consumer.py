@@ -58,8 +58,8 @@ def _load_queries(work, q_tile, first_row, end_row, token, kv_head, k_dim: gl.co
     L: gl.constexpr = _loading_layout(k_dim)
     row = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, L))
     column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
-    at_token = (token + row // work.group_size).to(gl.int64) * work.q_stride
-    at_head = (kv_head * work.group_size + row % work.group_size) * work.q_head_stride
+    at_token = (token + row // work.heads_of_group()).to(gl.int64) * work.q_stride
+    at_head = (kv_head * work.heads_of_group() + row % work.heads_of_group()) * work.q_head_stride
     at = work.q + gl.expand_dims(at_token + at_head, 1) + gl.expand_dims(column, 0)
     there = gl.expand_dims(row < end_row, 1) & gl.expand_dims(column < work.k_width_of_8 * 8, 0)
     q_tile.store(gl.load(gl.multiple_of(at, [1, 16]), mask=there, other=0.0))
@@ -76,14 +76,22 @@ def _next_queries(work, q_ring, q_fill, turn, group: gl.constexpr):
 
 
 @gluon.jit
+def _give_back(work, q_ring, q_before, started):
+    """Gives back the tile of queries of the item before, which its output has left in the meantime."""
+    if work.packed > 0 and work.q_stages == 2:
+        tma_store_wait(0)
+        q_ring.release(q_before, pred=started)
+
+
+@gluon.jit
 def _whole_tiles(work, first_row, end_row, offset, kv_len):
     """KV tiles low .. high - 1 are seen whole by each of the packed rows; others need a mask."""
     low = 0
     end = kv_len
     if work.has_right:
-        end = gl.minimum(end, first_row // work.group_size + offset + work.right + 1)
+        end = gl.minimum(end, first_row // work.heads_of_group() + offset + work.right + 1)
     if work.has_left:
-        last_token = (end_row - 1) // work.group_size
+        last_token = (end_row - 1) // work.heads_of_group()
         low = gl.cdiv(gl.maximum(last_token + offset - work.left, 0), work.block)
     return low, gl.maximum(end, 0) // work.block
 
@@ -130,11 +138,6 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
         q_fill = work.q_fill(turn, group)
         if work.packed > 0:
             q_ring.arrived(q_fill)
-            if work.q_stages == 2:
-                tma_store_wait(0)  # of the item before, from the tile that its queries had
-                q_ring.release(q_before, pred=started)
-                q_before = q_fill
-                started = True
             turn = work.next_q(turn)
         rotation = 0
         border = 0
@@ -142,6 +145,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
             rotation, border = work.first_rotation(last, kv_len)
         if first_row >= end_row:
             # Nothing of this item is this group's.
+            _give_back(work, q_ring, q_before, started)
             for i in range(tiles):
                 if work.rotations > 1 and work.packed > 0:  # noqa: SIM102
                     if last - i < border:
@@ -160,7 +164,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 rotated = token + rotation * work.tokens
                 _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
             if work.has_sink:
-                head = kv_head * work.group_size + rows % work.group_size
+                head = kv_head * work.heads_of_group() + rows % work.heads_of_group()
                 sinks = gl.load(
                     work.sink + head, mask=(rows < end_row) & (part < 0), other=float("-inf")
                 )
@@ -182,13 +186,14 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                     s = soft_cap(s, work.factor, work.softcap)
                     factor = 1.0
                 low, high = _whole_tiles(work, first_row, end_row, offset, kv_len)
-                positions = rows // work.group_size
+                positions = rows // work.heads_of_group()
                 if (last < low) | (last >= high):
                     s = hide(work, s, positions, last * block + columns, offset, kv_len)
                 p, _alpha, softmax = softmax.step(s, factor, work.lazy, work.software_share)
                 weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
                 v_fill = fill
                 fill = k_ring.after(fill)
+                _give_back(work, q_ring, q_before, started)
                 follows = tiles > 1
                 if work.rotations > 1:
                     follows = follows & (last - 1 >= border)
@@ -236,14 +241,16 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                 o = multiply(weights, v_ring.tile(v_fill), o)
                 o, weights = wait(0, deps=[o, weights])
                 v_ring.release(v_fill)
+            else:
+                _give_back(work, q_ring, q_before, started)
             o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
             if work.packed > 0 and part < 0:
-                store_lse(work, softmax.lse(), rows, end_row, token, kv_head)
                 q_ring.tile(q_fill).store(o.to(dtype))
                 fence_async_shared()
                 token0 = first_row // work.packed
                 corner = packed_corner(kv_head * work.packed, token, q_len, token0)
                 q_ring.put(q_fill, o_desc, corner)
+                store_lse(work, softmax.lse(), rows, end_row, token, kv_head)
             else:
                 lse = softmax.lse()
                 store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, O)
@@ -258,8 +265,9 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
             if work.q_stages == 1:
                 tma_store_wait(0)
                 q_ring.release(q_fill)
-            elif work.rotations > 1:
+            else:
                 q_before = q_fill
+                started = True
         slot = queue.after(slot)
         queue.arrived(slot)
         more = queue.field(slot, MORE)

@@ -129,8 +129,8 @@ def _load_queries(work, q_tile, item_row, end_row, token, kv_head):
     column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
     if work.quantised:
         column = _query_column(column)
-    at_token = (token + row // work.group_size).to(gl.int64) * work.q_stride
-    at_head = (kv_head * work.group_size + row % work.group_size) * work.q_head_stride
+    at_token = (token + row // work.heads_of_group()).to(gl.int64) * work.q_stride
+    at_head = (kv_head * work.heads_of_group() + row % work.heads_of_group()) * work.q_head_stride
     at = work.q + gl.expand_dims(at_token + at_head, 1) + gl.expand_dims(column, 0)
     there = gl.expand_dims(row < end_row, 1) & gl.expand_dims(column < work.k_width_of_8 * 8, 0)
     if work.quantised:
@@ -216,22 +216,141 @@ def _fold(
 
 
 @gluon.jit
-def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
-    """The consumer of a CTA whose items have at most p_tiles.shape[1] packed rows.
-
-    Queries are in q_ring where they are boxes, else this role gathers them into q_gathered.
-    """
+def _attend(
+    work,
+    q_ring,
+    q_gathered,
+    p_tiles,
+    k_ring,
+    v_ring,
+    fill,
+    q_turn,
+    turn,  # of p_tiles
+    tiles,
+    last,
+    kv_head,
+    item_row,
+    end_row,
+    part,
+    token,
+    q_len,
+    kv_len,
+    merge,
+    group: gl.constexpr,
+):
+    """This group's rows of an item; returns the fill and the turns that follow."""
     block: gl.constexpr = work.block
     num_rows: gl.constexpr = p_tiles.shape[1]
     v_dim: gl.constexpr = v_ring.columns
     S: gl.constexpr = _accumulator_layout(num_rows)
     L: gl.constexpr = row_layout(v_dim)
-    clear_padding(work)
+    first_row = item_row + group * num_rows
+    mine = q_gathered.index(group)
+    words = work.plan + work.merges_at + merge * MERGE_WORDS
+    first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
+    parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
+    q_fill = work.q_fill(q_turn, 0)
+    rotation = 0
+    border = 0
+    if work.rotations > 1:
+        rotation, border = work.first_rotation(last, kv_len)
+    unit = 1.0
+    if work.packed > 0:
+        q_ring.arrived(q_fill)
+    else:
+        rotated = token + rotation * work.tokens
+        unit = _load_queries(work, mine, first_row, end_row, rotated, kv_head)
+        unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
+    rows = first_row + gl.arange(0, num_rows, columns_of(S))
+    position = rows // work.heads_of_group() + (kv_len - q_len)
+    low = position * 0
+    high = position * 0 + (kv_len - 1)
+    whole = 0
+    whole_end = kv_len
+    if work.has_right:
+        high = gl.minimum(high, position + work.right)
+        first = first_row // work.heads_of_group() + (kv_len - q_len)
+        whole_end = gl.minimum(kv_len, first + work.right + 1)
+    if work.has_left:
+        low = position - work.left
+        end = (end_row - 1) // work.heads_of_group() + (kv_len - q_len)
+        whole = gl.cdiv(gl.maximum(end - work.left, 0), block)
+    whole_end = gl.maximum(whole_end, 0) // block
+    maximum = gl.full([num_rows], NO_MAXIMUM, gl.float32, columns_of(S))
+    before = gl.full([num_rows], 0.0, gl.float32, columns_of(S))  # the sink's weight
+    if work.has_sink:
+        head = kv_head * work.heads_of_group() + rows % work.heads_of_group()
+        there = (rows < end_row) & (part < 0)
+        sink = gl.load(work.sink + head, mask=there, other=float("-inf")) * LOG2_E
+        maximum = gl.maximum(sink, NO_MAXIMUM)
+        before = gl.where(sink > NO_MAXIMUM, 1.0, 0.0)
+    total = gl.zeros([block, num_rows], gl.float32, S)  # every thread's own keys
+    o = gl.zeros([v_dim, num_rows], gl.float32, S)
+    if work.rotations == 1:
+        q = q_ring.tile(q_fill) if work.packed > 0 else mine
+        for i in range(tiles):
+            o, total, maximum, before, fill, turn = _fold(
+                work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high, whole,
+                whole_end, o, total, maximum, before, S,
+            )  # fmt: skip
+    else:
+        # A loop for each rotation of the queries: its tiles cost what they cost without.
+        first_tile = last + 1 - tiles
+        for run in range(work.runs(rotation, first_tile, kv_len)):
+            if run > 0:
+                rotation, border = work.next_rotation(rotation, border)
+                if work.packed > 0:
+                    q_ring.release(q_fill)
+                    q_turn = work.next_q(q_turn)
+                    q_fill = work.q_fill(q_turn, 0)
+                    q_ring.arrived(q_fill)
+                else:
+                    rotated = token + rotation * work.tokens
+                    _load_queries(work, mine, first_row, end_row, rotated, kv_head)
+            q = q_ring.tile(q_fill) if work.packed > 0 else mine
+            run_begin = gl.maximum(border, first_tile)
+            for i in range(last + 1 - run_begin):
+                o, total, maximum, before, fill, turn = _fold(
+                    work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high,
+                    whole, whole_end, o, total, maximum, before, S,
+                )  # fmt: skip
+            last = run_begin - 1
+    if work.packed > 0:
+        q_ring.release(q_fill)
+        q_turn = work.next_q(q_turn)
+    weight = gl.sum(total, 0) + before
+    seen_any = weight > 0.0
+    lse = gl.where(seen_any, (maximum + gl.log2(weight)) * LN_2, float("-inf"))
+    scale = 1.0 / gl.where(seen_any, weight, 1.0)
+    if work.quantised:
+        scale = scale * gl.load(work.v_scale + kv_head)
+    o = o * gl.expand_dims(scale, 0)
+    if work.quantised:
+        o = _value_columns(o)
+    o = gl.convert_layout(o.permute((1, 0)), L)
+    store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, L)
+    if merge >= 0:  # noqa: SIM102, `and` would always count
+        if arrive_last(work, merge, parts, group):
+            first = first_part + group * num_rows
+            ends = gl.minimum(end_row, first_row + num_rows)
+            join_parts(work, first, parts, first_row, ends, token, kv_head, num_rows, v_dim)
+    return fill, q_turn, turn
+
+
+@gluon.jit
+def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, group: gl.constexpr):
+    """A consumer of a CTA whose items have at most p_tiles.shape[1] packed rows for each of them.
+
+    Queries are in q_ring where they are boxes, else each gathers its own into q_gathered.
+    """
+    num_rows: gl.constexpr = p_tiles.shape[1]
+    if group == 0:
+        clear_padding(work)
 
     fill = first_fill()
     slot = first_fill()
     q_turn = first_fill()
-    turn = gl.to_tensor(0)
+    turn = gl.to_tensor(2 * group)
     queue.arrived(slot)
     more = queue.field(slot, MORE)
     while more > 0:
@@ -246,94 +365,19 @@ def attend_few(work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring):
         kv_len = queue.field(slot, KEYS)
         merge = queue.field(slot, JOINED_BY)
         queue.release(slot)
-        words = work.plan + work.merges_at + merge * MERGE_WORDS
-        first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
-        parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
-        q_fill = work.q_fill(q_turn, 0)
-        rotation = 0
-        border = 0
-        if work.rotations > 1:
-            rotation, border = work.first_rotation(last, kv_len)
-        unit = 1.0
-        if work.packed > 0:
-            q_ring.arrived(q_fill)
+        has_rows = True if group == 0 else item_row + group * num_rows < end_row
+        if has_rows:
+            fill, q_turn, turn = _attend(
+                work, q_ring, q_gathered, p_tiles, k_ring, v_ring, fill, q_turn, turn, tiles, last,
+                kv_head, item_row, end_row, part, token, q_len, kv_len, merge, group,
+            )  # fmt: skip
         else:
-            rotated = token + rotation * work.tokens
-            unit = _load_queries(work, q_gathered, item_row, end_row, rotated, kv_head)
-            unit = gl.expand_dims(gl.convert_layout(unit, columns_of(S)), 0)
-        rows = item_row + gl.arange(0, num_rows, columns_of(S))
-        position = rows // work.group_size + (kv_len - q_len)
-        low = position * 0
-        high = position * 0 + (kv_len - 1)
-        whole = 0
-        whole_end = kv_len
-        if work.has_right:
-            high = gl.minimum(high, position + work.right)
-            first = item_row // work.group_size + (kv_len - q_len)
-            whole_end = gl.minimum(kv_len, first + work.right + 1)
-        if work.has_left:
-            low = position - work.left
-            end = (end_row - 1) // work.group_size + (kv_len - q_len)
-            whole = gl.cdiv(gl.maximum(end - work.left, 0), block)
-        whole_end = gl.maximum(whole_end, 0) // block
-        maximum = gl.full([num_rows], NO_MAXIMUM, gl.float32, columns_of(S))
-        before = gl.full([num_rows], 0.0, gl.float32, columns_of(S))  # the sink's weight
-        if work.has_sink:
-            head = kv_head * work.group_size + rows % work.group_size
-            there = (rows < end_row) & (part < 0)
-            sink = gl.load(work.sink + head, mask=there, other=float("-inf")) * LOG2_E
-            maximum = gl.maximum(sink, NO_MAXIMUM)
-            before = gl.where(sink > NO_MAXIMUM, 1.0, 0.0)
-        total = gl.zeros([block, num_rows], gl.float32, S)  # every thread's own keys
-        o = gl.zeros([v_dim, num_rows], gl.float32, S)
-        if work.rotations == 1:
-            q = q_ring.tile(q_fill) if work.packed > 0 else q_gathered
-            for i in range(tiles):
-                o, total, maximum, before, fill, turn = _fold(
-                    work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high, whole,
-                    whole_end, o, total, maximum, before, S,
-                )  # fmt: skip
-        else:
-            # A loop for each rotation of the queries: its tiles cost what they cost without.
-            first_tile = last + 1 - tiles
-            for run in range(work.runs(rotation, first_tile, kv_len)):
-                if run > 0:
-                    rotation, border = work.next_rotation(rotation, border)
-                    if work.packed > 0:
-                        q_ring.release(q_fill)
-                        q_turn = work.next_q(q_turn)
-                        q_fill = work.q_fill(q_turn, 0)
-                        q_ring.arrived(q_fill)
-                    else:
-                        rotated = token + rotation * work.tokens
-                        _load_queries(work, q_gathered, item_row, end_row, rotated, kv_head)
-                q = q_ring.tile(q_fill) if work.packed > 0 else q_gathered
-                run_begin = gl.maximum(border, first_tile)
-                for i in range(last + 1 - run_begin):
-                    o, total, maximum, before, fill, turn = _fold(
-                        work, q, unit, k_ring, v_ring, p_tiles, fill, turn, last - i, low, high,
-                        whole, whole_end, o, total, maximum, before, S,
-                    )  # fmt: skip
-                last = run_begin - 1
-        if work.packed > 0:
-            q_ring.release(q_fill)
-            q_turn = work.next_q(q_turn)
-        weight = gl.sum(total, 0) + before
-        seen_any = weight > 0.0
-        lse = gl.where(seen_any, (maximum + gl.log2(weight)) * LN_2, float("-inf"))
-        scale = 1.0 / gl.where(seen_any, weight, 1.0)
-        if work.quantised:
-            scale = scale * gl.load(work.v_scale + kv_head)
-        o = o * gl.expand_dims(scale, 0)
-        if work.quantised:
-            o = _value_columns(o)
-        o = gl.convert_layout(o.permute((1, 0)), L)
-        store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, L)
-        if merge >= 0:  # noqa: SIM102, `and` would always count
-            if arrive_last(work, merge, parts, 0):
-                join_parts(
-                    work, first_part, parts, item_row, end_row, token, kv_head, num_rows, v_dim
-                )
+            for _ in range(tiles):
+                k_ring.arrived(fill)
+                k_ring.release(fill)
+                v_ring.arrived(fill)
+                v_ring.release(fill)
+                fill = k_ring.after(fill)
         slot = queue.after(slot)
         queue.arrived(slot)
         more = queue.field(slot, MORE)

@@ -16,8 +16,7 @@ from rooftile.kernels.gluon.tile.softmax import LN_2, LOG2_E, NO_MAXIMUM
 
 # A count of parts for each warpgroup in one word.
 _COUNT_BITS = gl.constexpr(15)
-_PARTS_AT_ONCE = gl.constexpr(4)
-_ROWS_AT_A_TIME = gl.constexpr(8)
+_FEW_ROWS = gl.constexpr(32)  # of a warpgroup: more in flight of each, fewer at a time
 
 
 @gluon.jit
@@ -51,42 +50,52 @@ def join_parts(
     num_rows: gl.constexpr,
     v_dim: gl.constexpr,
 ):
-    """Stores the output and lse of num_rows packed rows from all parts and the sink."""
+    """Stores the output and lse of num_rows packed rows from all parts and the sink.
+
+    A thread has all parts of its four columns of a row, so that none waits for another, and loads
+    64 values before it uses the first.
+    """
     L: gl.constexpr = row_layout(v_dim)
     R: gl.constexpr = gl.SliceLayout(1, L)
-    at_a_time: gl.constexpr = min(num_rows, _ROWS_AT_A_TIME)
+    at_a_time: gl.constexpr = 4 if num_rows <= _FEW_ROWS else 8
+    at_once: gl.constexpr = max(
+        (64 if num_rows <= _FEW_ROWS else 32) // at_a_time * 128 // v_dim, 1
+    )
     width = work.v_width_of_8 * 8
     column = gl.expand_dims(gl.arange(0, v_dim, gl.SliceLayout(0, L)), 0)
+    outs = work.partial_out + gl.cast(first, gl.int64) * width
+    lses = work.partial_lse + first
     for row0 in range(first_row, end_row, at_a_time):
         rows = row0 + gl.arange(0, at_a_time, R)
-        there = gl.expand_dims(rows < end_row, 1) & (column < width)
+        mine = rows < end_row
+        there = gl.expand_dims(mine, 1) & (column < width)
         maximum = gl.full([at_a_time], NO_MAXIMUM, gl.float32, R)
         total = gl.full([at_a_time], 0.0, gl.float32, R)
         if work.has_sink:
-            head = kv_head * work.group_size + rows % work.group_size
-            sink = gl.load(work.sink + head, mask=rows < end_row, other=float("-inf")) * LOG2_E
+            heads = work.heads_of_group()
+            head = kv_head * heads + rows % heads
+            sink = gl.load(work.sink + head, mask=mine, other=float("-inf")) * LOG2_E
             maximum = gl.maximum(sink, NO_MAXIMUM)
             total = gl.where(sink > NO_MAXIMUM, 1.0, 0.0)
         acc = gl.full([at_a_time, v_dim], 0.0, gl.float32, L)
-        for i in range(0, parts, _PARTS_AT_ONCE):
+        for i in range(0, parts, at_once):
             logs = ()
             values = ()
-            for j in gl.static_range(_PARTS_AT_ONCE):  # all loads before the first use
-                at = (first + (i + j) * work.row_stride + (rows - first_row)).to(gl.int64)
-                seen = (rows < end_row) & (i + j < parts)
-                log = gl.load(work.partial_lse + at, mask=seen, other=float("-inf"))
-                place = work.partial_out + gl.expand_dims(at, 1) * width + column
+            for j in gl.static_range(at_once):  # all loads before the first use
+                at = (i + j) * work.row_stride + (rows - first_row)
+                log = gl.load(lses + at, mask=mine & (i + j < parts), other=float("-inf"))
+                place = outs + gl.expand_dims(at, 1) * width + column
                 mask = there & (i + j < parts)
                 value = gl.load(gl.multiple_of(place, [1, 16]), mask=mask, other=0.0)
                 logs = logs + (log * LOG2_E,)  # noqa: RUF005
                 values = values + (value,)  # noqa: RUF005
             highest = maximum
-            for j in gl.static_range(_PARTS_AT_ONCE):
+            for j in gl.static_range(at_once):
                 highest = gl.maximum(highest, logs[j])
             shrink = gl.exp2(maximum - highest)
             total = total * shrink
             acc = acc * gl.expand_dims(shrink, 1)
-            for j in gl.static_range(_PARTS_AT_ONCE):
+            for j in gl.static_range(at_once):
                 weight = gl.exp2(logs[j] - highest)
                 total = total + weight
                 acc = acc + values[j] * gl.expand_dims(weight, 1)

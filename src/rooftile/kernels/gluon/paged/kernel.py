@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from rooftile.kernels.gluon.paged.config import Config
 from rooftile.kernels.gluon.paged.consumer import attend_items
 from rooftile.kernels.gluon.paged.few import attend_few
-from rooftile.kernels.gluon.paged.producer import load_items
+from rooftile.kernels.gluon.paged.producer import load_items, load_values
 from rooftile.kernels.gluon.paged.work import FIELDS, Work
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
@@ -31,11 +31,11 @@ _UNSPECIALISED = [
     "page_table",
     "cu_seqlens_q",
     "batch",
+    "shares",
     "tokens",
     "ctas_at",
     "merges_at",
     "items_at",
-    "row_stride",
     "table_stride",
     "k_pitch",
     "v_pitch",
@@ -69,11 +69,11 @@ def paged_kernel(
     page_table,
     cu_seqlens_q,
     batch,
+    shares,
     tokens,
     ctas_at,
     merges_at,
     items_at,
-    row_stride,
     table_stride,
     k_pitch,
     v_pitch,
@@ -99,6 +99,7 @@ def paged_kernel(
     producer_registers: gl.constexpr,
     page_size: gl.constexpr,
     packed: gl.constexpr,
+    group: gl.constexpr,
     q_stages: gl.constexpr,
     quantised: gl.constexpr,
     has_left: gl.constexpr,
@@ -106,6 +107,8 @@ def paged_kernel(
     has_softcap: gl.constexpr,
     has_sink: gl.constexpr,
     rotations: gl.constexpr,
+    drawn: gl.constexpr,
+    loaders: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -122,11 +125,11 @@ def paged_kernel(
         page_table,
         cu_seqlens_q,
         batch,
+        shares,
         tokens,
         ctas_at,
         merges_at,
         items_at,
-        row_stride,
         table_stride,
         k_pitch,
         v_pitch,
@@ -141,8 +144,10 @@ def paged_kernel(
         factor,
         softcap,
         chunk,
+        (few if few > 0 else GROUP_ROWS) * groups,
         page_size,
         packed,
+        group,
         q_stages,
         quantised,
         has_left,
@@ -155,10 +160,12 @@ def paged_kernel(
         groups,
         lazy,
         0,
+        drawn,
+        loaders,
     )
     k_ring = new_page_ring(k_desc, block, k_dim, stages, groups)
     v_ring = new_page_ring(v_desc, block, v_dim, stages, groups)
-    queue = new_queue(plan, FIELDS, groups, False)
+    queue = new_queue(plan, FIELDS, groups + loaders - 1, False)
     fence_async_shared()
     await_kernels_before()  # before the other roles begin
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
@@ -167,49 +174,94 @@ def paged_kernel(
         q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, k_dim], dtype)
         if packed > 0:
             q_ring = new_page_ring(q_desc, few, k_dim, q_stages, 1)
-            q_gathered = q_ring.ring.buffers.index(0)  # of no use
+            q_gathered = q_ring.ring.buffers  # of no use
         else:
             q_ring = k_ring  # of no use
-            q_gathered = gl.allocate_shared_memory(dtype, [few, k_dim], q_layout)
+            q_gathered = gl.allocate_shared_memory(dtype, [groups, few, k_dim], q_layout)
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, block], dtype)
-        p_tiles = gl.allocate_shared_memory(dtype, [2, few, block], p_layout)
-        gl.warp_specialize(
-            [
-                (attend_few, (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring)),
-                (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-            ],
-            [1],
-            [producer_registers],
-        )
-    else:
-        q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
-        if groups == 1:
+        p_tiles = gl.allocate_shared_memory(dtype, [2 * groups, few, block], p_layout)
+        if groups == 1 and loaders == 1:
             gl.warp_specialize(
                 [
                     (
-                        attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0)),
+                        attend_few,
+                        (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
                 [1],
                 [producer_registers],
             )
+        elif groups == 1:
+            gl.warp_specialize(
+                [
+                    (
+                        attend_few,
+                        (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, gl.constexpr(0)),
+                    ),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                    (load_values, (work, queue, v_desc, v_ring)),
+                ],
+                [1, 1],
+                [producer_registers, producer_registers],
+            )
         else:
             gl.warp_specialize(
                 [
                     (
-                        attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0)),
+                        attend_few,
+                        (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, gl.constexpr(0)),
                     ),
                     (
-                        attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1)),
+                        attend_few,
+                        (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, gl.constexpr(1)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
                 [4, 1],
                 [consumer_registers, producer_registers],
+            )
+    else:
+        q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
+        if groups == 1 and loaders == 1:
+            gl.warp_specialize(
+                [
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                ],
+                [1],
+                [producer_registers],
+            )
+        elif groups == 1:
+            gl.warp_specialize(
+                [
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                    (load_values, (work, queue, v_desc, v_ring)),
+                ],
+                [1, 1],
+                [producer_registers, producer_registers],
+            )
+        elif loaders == 1:
+            gl.warp_specialize(
+                [
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1))),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                ],
+                [4, 1],
+                [consumer_registers, producer_registers],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1))),
+                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                    (load_values, (work, queue, v_desc, v_ring)),
+                ],
+                [4, 1, 1],
+                [consumer_registers, producer_registers, producer_registers],
             )
 
 
@@ -218,6 +270,7 @@ def constants(
     config: Config,
     page_size: int,
     packed: int,
+    group: int,
     quantised: bool,
     has_left: bool,
     has_right: bool,
@@ -238,6 +291,7 @@ def constants(
         ("producer_registers", config.registers[1]),
         ("page_size", page_size),
         ("packed", packed),
+        ("group", group),
         ("q_stages", config.q_stages),
         ("quantised", quantised),
         ("has_left", has_left),
@@ -245,4 +299,6 @@ def constants(
         ("has_softcap", has_softcap),
         ("has_sink", has_sink),
         ("rotations", rotations),
+        ("drawn", config.drawn),
+        ("loaders", config.loaders),
     )

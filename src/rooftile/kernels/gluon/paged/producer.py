@@ -5,18 +5,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.paged.work import (
-    ITEM_WORDS,
+    FIRST_ROW,
+    HEAD,
+    KEYS,
     KV_BEGIN,
     KV_END,
     KV_HEAD,
     KV_LEN,
+    LANES,
+    LAST,
     MERGE,
+    MORE,
+    OF_REQUEST,
     PARTIAL_ROW,
     Q_BEGIN,
     Q_LEN,
+    QUERIES,
     REQUEST,
     ROW_BEGIN,
     ROW_END,
+    TILES,
+    WARP,
+    pick,
 )
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.pages import packed_corner
@@ -33,14 +43,24 @@ def _valid_rows(work, key, first_key, kv_len, rows: gl.constexpr):
 
 
 @gluon.jit
-def _look_up(work, table, tile, first_key, kv_len, pages: gl.constexpr):
-    """The pages of the boxes of a KV tile, as a tuple; entries without a key in sight are not read."""
-    rows: gl.constexpr = work.block // pages
+def _window(work, table, number, first_key, kv_len):
+    """Entries 32 * number .. 32 * number + 31 of a page table [32], one a lane, in one load.
+
+    Entries without a key in sight are not read.
+    """
+    entry = number * WARP + gl.arange(0, WARP, LANES)
+    seen = (entry >= 0) & (entry * work.page_size < kv_len)
+    if work.has_left:
+        seen = seen & ((entry + 1) * work.page_size > first_key)
+    return gl.load(table + entry, mask=seen, other=0)
+
+
+@gluon.jit
+def _pages_of(entry, window, boxes: gl.constexpr):
+    """Which pages entries `entry` and following are, as a tuple; `window` holds them."""
     found = ()
-    for p in gl.static_range(pages):
-        needed = _valid_rows(work, tile * work.block + p * rows, first_key, kv_len, rows) > 0
-        entry = tile * pages + p if pages > 1 else tile // (work.page_size // work.block)
-        found = found + (gl.load(table + entry, mask=needed, other=0),)  # noqa: RUF005
+    for p in gl.static_range(boxes):
+        found = found + (pick(window, (entry + p) % WARP),)  # noqa: RUF005
     return found
 
 
@@ -79,46 +99,66 @@ def _fetch_queries(work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_b
 
 
 @gluon.jit
+def _find(work, table, tile, number, window, before, first_key, kv_len, boxes: gl.constexpr):
+    """The pages of a KV tile's boxes, and the windows of the table that hold them and those before."""
+    tiles_of_page: gl.constexpr = work.page_size // work.block if boxes == 1 else 1
+    entry = tile // tiles_of_page * boxes
+    if entry // WARP != number:
+        number -= 1
+        window = before
+        before = _window(work, table, number - 1, first_key, kv_len)
+    return _pages_of(entry, window, boxes), number, window, before
+
+
+@gluon.jit
+def _number_of(work, tile, boxes: gl.constexpr):
+    """Which window of the page table has a KV tile's pages."""
+    tiles_of_page: gl.constexpr = work.page_size // work.block if boxes == 1 else 1
+    return gl.maximum(tile, 0) // tiles_of_page * boxes // WARP
+
+
+@gluon.jit
 def _load_next(
-    work, k_desc, v_desc, k_ring, v_ring, fill, found, table, tile, first_tile, first_key, kv_len,
-    kv_head, pages: gl.constexpr,
+    work, k_desc, v_desc, k_ring, v_ring, fill, table, tile, number, window, before, first_key, kv_len,
+    kv_head,
 ):  # fmt: skip
-    """Loads a KV tile, whose pages are found; returns the fill and the pages of the one before it."""
-    # The next tile's pages are looked up while this one's stages are waited for.
-    before = _look_up(work, table, gl.maximum(tile - 1, first_tile), first_key, kv_len, pages)
+    """Loads a KV tile; returns the fill that follows, and where in the page table it was found."""
+    boxes: gl.constexpr = k_ring.pages
+    found, number, window, before = _find(
+        work, table, tile, number, window, before, first_key, kv_len, boxes
+    )
     seen = (first_key, kv_len, kv_head)
-    _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, pages)
-    _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, pages)
-    return k_ring.after(fill), before
+    _load_tile(work, k_ring, fill, k_desc, found, tile, *seen, work.k_pitch, boxes)
+    if work.loaders == 1:
+        _load_tile(work, v_ring, fill, v_desc, found, tile, *seen, work.v_pitch, boxes)
+    return k_ring.after(fill), number, window, before
 
 
 @gluon.jit
 def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """Tells the consumers what each item is, and loads it, last keys first."""
-    pages: gl.constexpr = k_ring.pages
+    boxes: gl.constexpr = k_ring.pages
     fill = first_fill()
     slot = first_fill()
     turn = first_fill()
-    item, count = work.items()
-    for _ in range(count):
-        request = gl.load(item + REQUEST)
-        kv_head = gl.load(item + KV_HEAD)
-        row_begin = gl.load(item + ROW_BEGIN)
-        row_end = gl.load(item + ROW_END)
-        kv_begin = gl.load(item + KV_BEGIN)
-        kv_end = gl.load(item + KV_END)
-        partial_row = gl.load(item + PARTIAL_ROW)
-        merge = gl.load(item + MERGE)
-        q_begin = gl.load(item + Q_BEGIN)
-        q_len = gl.load(item + Q_LEN)
-        kv_len = gl.load(item + KV_LEN)
-        item += ITEM_WORDS
+    share, item, following, words, common, end = work.first_item()
+    while share < end:
+        request = pick(words, REQUEST)
+        kv_head = pick(words, KV_HEAD)
+        kv_begin = pick(words, KV_BEGIN)
+        kv_end = pick(words, KV_END)
+        kv_len = pick(words, KV_LEN)
+        q_len = pick(words, Q_LEN)
+        row_begin = pick(words, ROW_BEGIN)
         tiles = kv_end - kv_begin
         table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
         first_key = 0
         if work.has_left:
-            first_key = kv_len - q_len + row_begin // work.group_size - work.left
-        found = _look_up(work, table, gl.maximum(kv_end - 1, 0), first_key, kv_len, pages)
+            first_key = kv_len - q_len + row_begin // work.heads_of_group() - work.left
+        number = _number_of(work, kv_end - 1, boxes)
+        window = _window(work, table, number, first_key, kv_len)
+        before = _window(work, table, number - 1, first_key, kv_len)
+        q_begin = pick(words, Q_BEGIN)
         queue.send(
             slot,
             (
@@ -127,39 +167,81 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 kv_end - 1,
                 kv_head,
                 row_begin,
-                row_end,
-                partial_row,
+                pick(words, ROW_END),
+                pick(words, PARTIAL_ROW),
                 q_begin,
                 q_len,
                 kv_len,
-                merge,
+                pick(words, MERGE),
+                request,
             ),
         )
         slot = queue.after(slot)
-        seen = (first_key, kv_len, kv_head)
+        queries = (kv_head, row_begin, q_begin, q_len)
         if work.rotations == 1:
             if work.packed > 0:
-                turn = _fetch_queries(
-                    work, q_ring, q_desc, turn, 0, kv_head, row_begin, q_begin, q_len
-                )
+                turn = _fetch_queries(work, q_ring, q_desc, turn, 0, *queries)
             for i in range(tiles):
-                fill, found = _load_next(
-                    work, k_desc, v_desc, k_ring, v_ring, fill, found, table, kv_end - 1 - i,
-                    kv_begin, *seen, pages,
+                fill, number, window, before = _load_next(
+                    work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
+                    window, before, first_key, kv_len, kv_head,
                 )  # fmt: skip
+                if i == gl.minimum(k_ring.ring.stages, tiles) - 1:
+                    # What comes next is found out when there is nothing left to do but wait.
+                    share, item, following, words = work.next_item(
+                        share, item, following, common, end
+                    )
+            if tiles == 0:
+                share, item, following, words = work.next_item(share, item, following, common, end)
         else:
             rotation, border = work.first_rotation(kv_end - 1, kv_len)
             for _run in range(work.runs(rotation, kv_begin, kv_len)):
                 if work.packed > 0:
-                    turn = _fetch_queries(
-                        work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
-                    )
+                    turn = _fetch_queries(work, q_ring, q_desc, turn, rotation, *queries)
                 run_begin = gl.maximum(border, kv_begin)
                 for i in range(kv_end - run_begin):
-                    fill, found = _load_next(
-                        work, k_desc, v_desc, k_ring, v_ring, fill, found, table, kv_end - 1 - i,
-                        kv_begin, *seen, pages,
+                    fill, number, window, before = _load_next(
+                        work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
+                        window, before, first_key, kv_len, kv_head,
                     )  # fmt: skip
                 kv_end = run_begin
                 rotation, border = work.next_rotation(rotation, border)
-    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+            share, item, following, words = work.next_item(share, item, following, common, end)
+    work.finish()
+    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def load_values(work, queue, v_desc, v_ring):
+    """Loads the values of every item that `load_items` tells of."""
+    boxes: gl.constexpr = v_ring.pages
+    fill = first_fill()
+    slot = first_fill()
+    queue.arrived(slot)
+    more = queue.field_of_warp(slot, MORE)
+    while more > 0:
+        tiles = queue.field_of_warp(slot, TILES)
+        last = queue.field_of_warp(slot, LAST)
+        kv_head = queue.field_of_warp(slot, HEAD)
+        row_begin = queue.field_of_warp(slot, FIRST_ROW)
+        q_len = queue.field_of_warp(slot, QUERIES)
+        kv_len = queue.field_of_warp(slot, KEYS)
+        request = queue.field_of_warp(slot, OF_REQUEST)
+        queue.release(slot)
+        table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
+        first_key = 0
+        if work.has_left:
+            first_key = kv_len - q_len + row_begin // work.heads_of_group() - work.left
+        number = _number_of(work, last, boxes)
+        window = _window(work, table, number, first_key, kv_len)
+        before = _window(work, table, number - 1, first_key, kv_len)
+        for i in range(tiles):
+            found, number, window, before = _find(
+                work, table, last - i, number, window, before, first_key, kv_len, boxes
+            )
+            seen = (first_key, kv_len, kv_head)
+            _load_tile(work, v_ring, fill, v_desc, found, last - i, *seen, work.v_pitch, boxes)
+            fill = v_ring.after(fill)
+        slot = queue.after(slot)
+        queue.arrived(slot)
+        more = queue.field_of_warp(slot, MORE)

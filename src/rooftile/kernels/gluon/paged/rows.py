@@ -12,7 +12,7 @@ _CLEARED = gl.constexpr(512)  # values of padding that a CTA clears at once
 @gluon.jit
 def store_lse(work, lse, rows, end_row, token, kv_head):
     """The lse [rows] of a whole strip; returns where in [tokens, heads] each packed row is."""
-    heads = work.group_size
+    heads = work.heads_of_group()
     place = (token + rows // heads).to(gl.int64) * work.num_heads
     place = place + kv_head * heads + rows % heads
     gl.store(work.lse + place, lse, mask=rows < end_row)

@@ -38,7 +38,23 @@ TOKEN = gl.constexpr(7)  # the request's first query token
 QUERIES = gl.constexpr(8)
 KEYS = gl.constexpr(9)
 JOINED_BY = gl.constexpr(10)  # index of the merge
-FIELDS = gl.constexpr(11)
+OF_REQUEST = gl.constexpr(11)  # index of the request
+FIELDS = gl.constexpr(12)
+
+
+# Words of the plan's header.
+COMMON = gl.constexpr(5)  # items that are drawn one at a time
+DRAWN = gl.constexpr(6)  # shares or items, beyond the first of each CTA
+FINISHED = gl.constexpr(7)  # CTAs that draw no more
+
+WARP = gl.constexpr(32)
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def pick(x, lane):
+    """One number of 32, of a warp with one each."""
+    return gl.sum(gl.where(gl.arange(0, WARP, LANES) == lane, x, 0), 0)
 
 
 @record
@@ -57,11 +73,11 @@ class Work:
     page_table: gl.tensor  # pointer to int32, [batch, max_pages]
     cu_seqlens_q: gl.tensor  # pointer to int32, [batch + 1]
     batch: gl.tensor
+    shares: gl.tensor  # of the plan
     tokens: gl.tensor  # those from cu_seqlens_q[batch] on are padding
     ctas_at: gl.tensor  # where sections of the plan begin
     merges_at: gl.tensor
     items_at: gl.tensor
-    row_stride: gl.tensor  # of the partial buffers, from part to part
     table_stride: gl.tensor
     k_pitch: gl.tensor  # rows of one head from a page to the next
     v_pitch: gl.tensor
@@ -76,10 +92,12 @@ class Work:
     factor: gl.tensor  # raw scores to log2 units
     softcap: gl.tensor
     chunk: gl.tensor  # KV tiles of a chunk, where queries are rotated for each distance in chunks
+    row_stride: gl.constexpr  # of the partial buffers, from part to part
     page_size: gl.constexpr
     packed: (
         gl.constexpr
     )  # group size where tiles of Q and the output are boxes; 0: rows are gathered
+    group: gl.constexpr  # group size where it is a power of two, else 0
     q_stages: gl.constexpr  # of a warpgroup
     quantised: gl.constexpr  # pages of 8-bit numbers
     has_left: gl.constexpr
@@ -92,6 +110,13 @@ class Work:
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
     lazy: gl.constexpr
     software_share: gl.constexpr
+    drawn: gl.constexpr  # shares go to whichever CTA is free
+    loaders: gl.constexpr  # warps that load: 2 have keys and values to themselves
+
+    @gluon.jit
+    def heads_of_group(self):
+        """Query heads of a kv head, as a compile-time constant where divisions gain by it."""
+        return self.group if self.group > 0 else self.group_size
 
     @gluon.jit
     def q_fill(self, turn, group: gl.constexpr):
@@ -126,7 +151,70 @@ class Work:
         return following, gl.where(following == 2, 0, border - self.chunk)
 
     @gluon.jit
-    def items(self):
-        """This CTA's run of items: a pointer to the first, and how many."""
-        mine = self.plan + self.ctas_at + 2 * gl.program_id(0)
-        return self.plan + self.items_at + gl.load(mine) * ITEM_WORDS, gl.load(mine + 1)
+    def first_item(self):
+        """Where a CTA begins: its share's number, a pointer to the first item, how many follow it in
+        the share, its words [32]; how many items are drawn one at a time, and the number of shares.
+        """
+        share = gl.program_id(0)
+        lane = gl.arange(0, WARP, LANES)
+        run = gl.load(self.plan + self.ctas_at + 2 * share + lane, mask=lane < 2, other=0)
+        common = 0
+        if self.drawn:
+            common = gl.load(self.plan + COMMON)
+        first = pick(run, 0)
+        count = pick(run, 1)
+        if common > 0:
+            first = share
+            count = gl.where(share < common, 1, 0)
+        end = gl.where(common > 0, common, self.shares)
+        item = self.plan + self.items_at + first * ITEM_WORDS
+        if count == 0:
+            share, item, count = self.next_share(common, end)
+        return share, item, count - 1, self.words(item, share < end), common, end
+
+    @gluon.jit
+    def next_item(self, share, item, following, common, end):
+        """The same of the item after this one; past the end of all there is none."""
+        item += ITEM_WORDS
+        following -= 1
+        if following < 0:
+            share, item, count = self.next_share(common, end)
+            following = count - 1
+        return share, item, following, self.words(item, share < end)
+
+    @gluon.jit
+    def next_share(self, common, end):
+        """A share that has items and that nobody else has: its number, its first item, how many."""
+        share = end
+        first = 0
+        count = 0
+        if self.drawn:
+            lane = gl.arange(0, WARP, LANES)
+            share = gl.num_programs(0) + gl.atomic_add(self.plan + DRAWN, 1, sem="relaxed")
+            first = share
+            count = 1
+            if common == 0:
+                count = 0
+                while (count == 0) & (share < end):
+                    run = gl.load(
+                        self.plan + self.ctas_at + 2 * share + lane, mask=lane < 2, other=0
+                    )
+                    first = pick(run, 0)
+                    count = pick(run, 1)
+                    if count == 0:
+                        drawn = gl.atomic_add(self.plan + DRAWN, 1, sem="relaxed")
+                        share = gl.num_programs(0) + drawn
+        return share, self.plan + self.items_at + first * ITEM_WORDS, count
+
+    @gluon.jit
+    def words(self, item, there):
+        lane = gl.arange(0, WARP, LANES)
+        return gl.load(item + lane, mask=(lane < ITEM_WORDS) & there, other=0)
+
+    @gluon.jit
+    def finish(self):
+        """This CTA draws no more. The last one to say so leaves zeros behind."""
+        if self.drawn:  # noqa: SIM102, known at compile time
+            if gl.atomic_add(self.plan + FINISHED, 1) == gl.num_programs(0) - 1:
+                gl.store(self.plan + DRAWN, 0)
+                gl.store(self.plan + FINISHED, 0)

@@ -87,6 +87,12 @@ class TileQueue:
         return gl.sum(self.slots.index(at.stage * self.fields + i).load(L), 0)
 
     @gluon.jit
+    def field_of_warp(self, at, i: gl.constexpr):
+        """`field` for a role of one warp."""
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        return gl.sum(self.slots.index(at.stage * self.fields + i).load(L), 0)
+
+    @gluon.jit
     def arrived(self, at):
         """Consumer: waits for a message."""
         mbarrier.wait(self.full.index(at.stage), at.phase)
