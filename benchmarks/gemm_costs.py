@@ -30,10 +30,10 @@ from rooftile.planning.stream_k import (
     split_k,
     stream_k,
 )
-from rooftile.planning.stream_k_cost import MOST_STREAMED, SHAPES, broken_share, tiling_of
+from rooftile.planning.stream_k_cost import MOST_STREAMED, SHAPES, STREAMED, broken_share, tiling_of
 
 SMS = H200.units
-MACHINE = ("launch", "start", "bandwidth", "sharpness")
+MACHINE = ("launch", "start", "bandwidth", "sharpness", "streamed")
 COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
 VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
 TILES = " tiles"
@@ -65,11 +65,12 @@ def decomposition(product: Product, name: str) -> Decomposition:
 
 def predicted(x: Sequence[float], row: Measured) -> float:
     """Microseconds; planning/stream_k_cost.py has the same in seconds."""
-    launch, start, bandwidth, sharpness = x[:4]
+    launch, start, bandwidth, sharpness, streamed = x[: len(MACHINE)]
     plan = row.plan
-    at = 4 + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
+    at = len(MACHINE) + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
     setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
     iteration *= 1 + broken * row.broken * plan.num_ctas / SMS
+    iteration *= 1 + streamed * (plan.scheme in STREAMED)
     others = plan.most_parts - 1
     computing = launch + iteration * plan.most_steps + setup * plan.most_segments
     computing += (publish if others else 0) + fixup * others
@@ -149,7 +150,7 @@ def main(file: Path) -> None:
             for row in rows
         ]
 
-    guess = [4.0, 4.0, 4.0, 3.0]
+    guess = [4.0, 4.0, 4.0, 3.0, 0.05]
     for block_m, block_n in SHAPES:
         size = block_m * block_n / (128 * 256)
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
@@ -169,16 +170,22 @@ def main(file: Path) -> None:
 
 def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, object]:
     def scaled(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-        plain = {"sharpness": 1.0, "broken_lines": 1.0, "bandwidth": 1e12, "flops": 1e12}
-        pairs = zip(names, values, strict=True)
+        plain = {
+            "sharpness": 1.0,
+            "streamed": 1.0,
+            "broken_lines": 1.0,
+            "bandwidth": 1e12,
+            "flops": 1e12,
+        }
+        pairs = zip(names, values, strict=False)
         return {name: float(f"{value * plain.get(name, 1e-6):.4g}") for name, value in pairs}
 
     costs = {}
     for i, (block_m, block_n) in enumerate(SHAPES):
-        at = 4 + len(COSTS) * i
+        at = len(MACHINE) + len(COSTS) * i
         costs[f"{block_m}x{block_n}"] = scaled(COSTS, x[at : at + len(COSTS)])
     libraries = {str(unit): scaled(VENDOR, y) for unit, y in vendor.items()}
-    return {H200.name: {**scaled(MACHINE, x[:4]), "costs": costs, "vendor": libraries}}
+    return {H200.name: {**scaled(MACHINE, x), "costs": costs, "vendor": libraries}}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import (
     Decomposition,
     Product,
+    Scheme,
     Segment,
     Tiling,
     data_parallel,
@@ -41,6 +42,7 @@ L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass throu
 SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
 LAUNCH_SECONDS = 4.5e-6
 MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
+STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
 MOST_STREAMED = 30_000_000
@@ -104,12 +106,16 @@ class Machinery:
     """A machine's costs. Computing and reading overlap, the better the larger `sharpness` is:
 
     seconds^sharpness = (launch + CTA's costs)^sharpness + (start + bytes / bandwidth)^sharpness
+
+    streamed: how much longer a step takes where CTAs are at different places along K at one time, so
+        that they share less of what the L2 cache holds.
     """
 
     launch: float
     start: float
     bandwidth: float
     sharpness: float
+    streamed: float
     costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
     # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
     vendor: dict[int, Vendor] | None = None
@@ -131,7 +137,7 @@ def machinery(machine: Machine) -> Machinery:
         vendor = {int(unit): Vendor(**values) for unit, values in row.pop("vendor").items()}
         return Machinery(**row, vendor=vendor, costs=costs)
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
-    return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, costs)
+    return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, costs)
 
 
 def tiling_of(block_m: int, block_n: int, *, itemsize: int) -> Tiling:
@@ -224,6 +230,7 @@ def predict(
     others = decomposition.most_parts - 1
     iteration = costs.iteration
     iteration *= 1 + costs.broken_lines * broken * decomposition.num_ctas / machine.units
+    iteration *= 1 + known.streamed * (decomposition.scheme in STREAMED)
     computing = known.launch + iteration * decomposition.most_steps
     computing += costs.setup * decomposition.most_segments
     computing += (costs.publish if others else 0.0) + costs.fixup * others
