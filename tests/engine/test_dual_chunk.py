@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rooftile import DualChunkConfig
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
+from rooftile.layers.attention import AttentionLayer, LayerKV
 from tests.engine.padded import use_padded_runner
 from tests.models import hugging_face
 from tests.models.test_families_engine import greedy
@@ -74,14 +76,16 @@ def test_pages_steps_prefixes_and_preemption_change_nothing(
 
 
 @pytest.mark.parametrize("kind", ["dual chunk", "whole prompts", "differential"])
+@pytest.mark.parametrize("joined", [False, True])
 def test_on_the_runner_for_gpus(
     kind: str,
+    joined: bool,
     model: tuple[str, Any],
     expected: list[tuple[int, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which pads its steps: here on a CPU."""
+    """Which pads its steps, and whose layers have one operator before they attend: here on a CPU."""
     directory, options = model[0], {"max_num_batched_tokens": 11}
     if kind == "differential":
         hugging_face.save(hugging_face.random_model("diffllama", head_dim=8), tmp_path)
@@ -91,9 +95,18 @@ def test_on_the_runner_for_gpus(
         options["dual_chunk"] = {**CHUNKS, "length_factor": "prompt"}
         expected = answers(load(directory, **options))
     use_padded_runner(monkeypatch)
+    if joined:
+        monkeypatch.setattr(AttentionLayer, "finish", finish_joined)
     llm = load(directory, **options)
     assert answers(llm) == expected
     assert answers(llm) == expected
+
+
+def finish_joined(
+    layer: AttentionLayer, qkv: Tensor, positions: Tensor, kv: LayerKV, x: Tensor | None = None
+) -> Tensor:
+    q = layer._norm_rotate_append(qkv, positions, kv)
+    return layer.out(layer.attend_pages(q, kv, x).flatten(1))
 
 
 def test_the_factor_of_whole_prompts_reads_no_prefix(

@@ -93,12 +93,15 @@ class AttentionLayer:
         return False
 
     @property
-    def is_plain(self) -> bool:
+    def _joins(self) -> bool:
         """Whether one operator does all between the q, k, v product and attention."""
         norms = (self.q_norm, self.k_norm)
-        return type(self) is AttentionLayer and (
-            norms == (None, None) or all(type(norm) is RMSNorm for norm in norms)
-        )
+        return norms == (None, None) or all(type(norm) is RMSNorm for norm in norms)
+
+    @property
+    def _chunks(self) -> tuple[int, int, int]:
+        """chunk_size, local_size and original_max_position of a layer with dual chunk attention."""
+        return 0, 0, 0
 
     def finish(
         self,
@@ -108,8 +111,9 @@ class AttentionLayer:
         x: Tensor | None = None,  # [tokens, hidden], what qkv was made of; where `needs_hidden`
     ) -> Tensor:  # [tokens, hidden]
         """All after the q, k, v product."""
-        if qkv.is_cuda and self.is_plain:
-            return self._finish_plain(qkv, positions, kv)
+        if qkv.is_cuda and self._joins:
+            q = self._norm_rotate_append(qkv, positions, kv)
+            return self.out(self.attend_pages(q, kv, x).flatten(1))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
@@ -119,25 +123,25 @@ class AttentionLayer:
             k = self.k_norm(k)
         return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
 
-    def _finish_plain(
+    def _norm_rotate_append(
         self,
         qkv: Tensor,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-    ) -> Tensor:  # [tokens, hidden]
+    ) -> Tensor:  # what `attend_pages` takes
         q_norm, k_norm = self.q_norm, self.k_norm
         assert not isinstance(q_norm, ProjectionNorm)
         assert not isinstance(k_norm, ProjectionNorm)
-        q = NORM_ROTATE_APPEND.handle(
+        q: Tensor = NORM_ROTATE_APPEND.handle(
             qkv,
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
             0.0 if q_norm is None else q_norm.offset,
             *(positions, self.cos_sin, kv.k_pages, kv.v_pages, kv.slots),
-            *(self.num_heads, self.num_kv_heads, "auto"),
+            *(self.num_heads, self.num_kv_heads, *self._chunks, kv.lengths, "auto"),
         )
-        return self.out(self._attend_pages(q, kv).flatten(1))
+        return q
 
     def attend(
         self,
@@ -149,6 +153,17 @@ class AttentionLayer:
         x: Tensor | None,  # [tokens, hidden], what q, k and v were made of; where `needs_hidden`
     ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
         """Writes k and v into their slots, and attends."""
+        return self.attend_pages(self.rotate_append(q, k, v, positions, kv), kv, x)
+
+    def rotate_append(
+        self,
+        q: Tensor,  # [tokens, num_heads, head_dim], not rotated
+        k: Tensor,  # [tokens, num_kv_heads, head_dim], not rotated
+        v: Tensor,  # [tokens, num_kv_heads, head_dim]
+        positions: Tensor,  # [tokens]
+        kv: LayerKV,
+    ) -> Tensor:  # what `attend_pages` takes
+        """Writes k and v into their slots; returns the queries as they meet the keys."""
         if self.cos_sin is not None:
             q = ROTARY_EMBEDDING.handle(q, positions, self.cos_sin, False, False, "auto")
         key_positions = None if self.cos_sin is None else positions
@@ -156,7 +171,7 @@ class AttentionLayer:
             *(k, v, kv.k_pages, kv.v_pages, kv.slots, key_positions, self.cos_sin, False),
             *(None, None, "auto"),
         )
-        return self._attend_pages(q, kv)
+        return q
 
     def call(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
         """The static properties of `operator` on such hidden states and pages."""
@@ -168,7 +183,12 @@ class AttentionLayer:
         padding."""
         return batch, make_plan(call, batch, tokens, "auto")
 
-    def _attend_pages(self, q: Tensor, kv: LayerKV) -> Tensor:
+    def attend_pages(
+        self,
+        q: Tensor,  # [tokens, num_heads, head_dim], rotated
+        kv: LayerKV,
+        x: Tensor | None,  # [tokens, hidden], what they were made of; where `needs_hidden`
+    ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),

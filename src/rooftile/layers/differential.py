@@ -73,15 +73,14 @@ class DifferentialAttentionLayer(AttentionLayer):
     def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
         return plan_differential(call, batch, tokens)
 
-    def attend(
+    def rotate_append(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim]
         k: Tensor,  # [tokens, num_kv_heads, head_dim]
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-        x: Tensor | None,  # [tokens, hidden]
-    ) -> Tensor:  # [tokens, num_heads / 2, 2 * head_dim], or head_dim
+    ) -> Tensor:  # [tokens, num_heads, head_dim]
         if self.cos_sin is not None:
             q, k = (
                 ROTARY_EMBEDDING.handle(heads, positions, self.cos_sin, False, False, "auto")
@@ -94,15 +93,23 @@ class DifferentialAttentionLayer(AttentionLayer):
         APPEND_KV.handle(
             *(k, v, kv.k_pages, kv.v_pages, kv.slots, None, None, False, None, None, "auto")
         )
+        return q
+
+    def attend_pages(
+        self,
+        q: Tensor,  # [tokens, num_heads, head_dim]
+        kv: LayerKV,
+        x: Tensor | None,  # [tokens, hidden]
+    ) -> Tensor:  # [tokens, num_heads / 2, 2 * head_dim], or head_dim
         lam = self.lam
         if isinstance(lam, Linear):
             assert x is not None
             lam = torch.sigmoid(lam(x).float())
         batch = kv.batch
-        out, _, _ = PAGED_DIFFERENTIAL.handle(
+        out: Tensor = PAGED_DIFFERENTIAL.handle(
             *(q[:, 0::2], q[:, 1::2], kv.k_pages, kv.v_pages, lam),
             *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
             *(batch.max_q_len, batch.max_kv_len, self.left_window, 0, self.softmax_scale),
             *(*plan_arguments(kv.plan), "auto" if kv.plan is None else kv.plan.kernel),
-        )
+        )[0]
         return out if self.head_norm is None else self.head_norm(out)

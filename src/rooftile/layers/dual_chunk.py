@@ -44,28 +44,40 @@ class DualChunkAttentionLayer(AttentionLayer):
     def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
         return plan_dual_chunk(call, batch, tokens)
 
-    def attend(
+    @property
+    def _chunks(self) -> tuple[int, int, int]:
+        chunk = self.dual_chunk
+        return chunk.chunk_size, chunk.local_size, chunk.original_max_position or 0
+
+    def rotate_append(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim]
         k: Tensor,  # [tokens, num_kv_heads, head_dim]
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-        x: Tensor | None,  # [tokens, hidden]
-    ) -> Tensor:  # [tokens, num_heads, head_dim]
-        chunk, batch = self.dual_chunk, kv.batch
-        queries = DUAL_CHUNK_ROTARY.handle(
-            *(q, positions, kv.lengths, self.cos_sin, False, chunk.chunk_size, chunk.local_size),
-            *(chunk.original_max_position or 0, "auto"),
+    ) -> Tensor:  # [3, tokens, num_heads, head_dim]
+        queries: Tensor = DUAL_CHUNK_ROTARY.handle(
+            *(q, positions, kv.lengths, self.cos_sin, False, *self._chunks, "auto")
         )
+        in_chunk = positions % self.dual_chunk.chunk_len
         APPEND_KV.handle(
-            *(k, v, kv.k_pages, kv.v_pages, kv.slots, positions % chunk.chunk_len, self.cos_sin),
+            *(k, v, kv.k_pages, kv.v_pages, kv.slots, in_chunk, self.cos_sin),
             *(False, None, None, "auto"),
         )
-        out, _ = PAGED_DUAL_CHUNK.handle(
-            *(*queries.unbind(0), kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens),
-            *(batch.page_table, batch.max_q_len, batch.max_kv_len, chunk.chunk_len),
+        return queries
+
+    def attend_pages(
+        self,
+        q: Tensor,  # [3, tokens, num_heads, head_dim]
+        kv: LayerKV,
+        x: Tensor | None,
+    ) -> Tensor:  # [tokens, num_heads, head_dim]
+        batch = kv.batch
+        out: Tensor = PAGED_DUAL_CHUNK.handle(
+            *(*q.unbind(0), kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens),
+            *(batch.page_table, batch.max_q_len, batch.max_kv_len, self.dual_chunk.chunk_len),
             *(self.softcap, self.softmax_scale, *plan_arguments(kv.plan)),
             "auto" if kv.plan is None else kv.plan.kernel,
-        )
+        )[0]
         return out

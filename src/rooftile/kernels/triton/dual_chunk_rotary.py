@@ -16,8 +16,8 @@ from rooftile.kernels.triton.refusal import refusal
 
 
 @triton.jit
-def _turn(
-    out,
+def turn(
+    out,  # where the rotation of all tokens begins
     first,  # [heads, half] float32
     second,
     angles,  # pointer to cos of the position, then sin
@@ -33,6 +33,13 @@ def _turn(
     dtype = out.dtype.element_ty
     tl.store(out + at, (first * cos - second * sin).to(dtype), mask=mask)
     tl.store(out + at + step, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+@triton.jit
+def length_factor(length, inverse_original):
+    """What scores are multiplied by; inverse_original 0: nothing."""
+    growth = 0.1 * tl.log(tl.maximum(length.to(tl.float32) * inverse_original, 1.0)) + 1.0
+    return growth * growth
 
 
 @triton.jit(do_not_specialize=["heads", "chunk_len", "chunk_size"])
@@ -68,9 +75,7 @@ def dual_chunk_rotary_kernel(
     length = position + 1
     if has_lengths:
         length = tl.load(lengths + token).to(tl.int64)
-    growth = 0.1 * tl.log(tl.maximum(length.to(tl.float32) * inverse_original, 1.0)) + 1.0
-    factor = growth * growth
-
+    factor = length_factor(length, inverse_original)
     present = head < heads
     pair = tl.arange(0, tile_half)
     step = 1 if interleaved else half
@@ -84,9 +89,9 @@ def dual_chunk_rotary_kernel(
     own = position % chunk_len
     after = tl.minimum(own + chunk_len, chunk_size)
     far = tl.minimum(2 * chunk_len - 1, chunk_size)
-    _turn(intra, first, second, cos_sin + own * 2 * half, at, step, mask, half, tile_half)
-    _turn(succ, first, second, cos_sin + after * 2 * half, at, step, mask, half, tile_half)
-    _turn(inter, first, second, cos_sin + far * 2 * half, at, step, mask, half, tile_half)
+    turn(intra, first, second, cos_sin + own * 2 * half, at, step, mask, half, tile_half)
+    turn(succ, first, second, cos_sin + after * 2 * half, at, step, mask, half, tile_half)
+    turn(inter, first, second, cos_sin + far * 2 * half, at, step, mask, half, tile_half)
     if has_rest:
         rest = 2 * half + tl.arange(0, tile_rest)
         mask = present[:, None] & (rest < head_dim)[None, :]

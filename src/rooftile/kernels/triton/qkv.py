@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.dual_chunk_rotary import length_factor, turn
 from rooftile.kernels.triton.pointwise import early, overlap, where
 from rooftile.kernels.triton.refusal import refusal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk_len", "chunk_size"])
 def norm_rotate_append_kernel(
     qkv,
     q_weight,
@@ -39,6 +40,10 @@ def norm_rotate_append_kernel(
     v_slot_stride,
     num_q_heads,
     num_kv_heads,
+    lengths,
+    chunk_len,
+    chunk_size,
+    inverse_original,  # 0: no length factor
     head_dim: tl.constexpr,
     half: tl.constexpr,  # of rotary_dim, or of head_dim where nothing is rotated
     page_size: tl.constexpr,
@@ -47,6 +52,9 @@ def norm_rotate_append_kernel(
     tile_rest: tl.constexpr,
     has_norm: tl.constexpr,
     rotated: tl.constexpr,
+    chunked: tl.constexpr,
+    has_lengths: tl.constexpr,
+    slot_heads: tl.constexpr,  # that lie side by side in a slot
     overlapped: tl.constexpr,
 ):
     """Program (token, group of heads)."""
@@ -83,7 +91,34 @@ def norm_rotate_append_kernel(
                 w = tl.load(weight + rest, mask=rest < head_dim, other=0.0).to(tl.float32)
                 c = (c.to(tl.float32) * scale * (w + weight_offset)[None, :]).to(dtype)
         if rotated:
-            angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * half) + pair
+            position = tl.load(positions + token).to(tl.int64)
+            if chunked:
+                own = position % chunk_len
+                if first_head < num_q_heads:
+                    length = position + 1
+                    if has_lengths:
+                        length = tl.load(lengths + token).to(tl.int64)
+                    factor = length_factor(length, inverse_original)
+                    x, y = a.to(tl.float32) * factor, b.to(tl.float32) * factor
+                    mask = (head < num_q_heads)[:, None] & inside[None, :]
+                    to = (token * num_q_heads + head[:, None]) * head_dim
+                    step = tl.num_programs(0).to(tl.int64) * num_q_heads * head_dim
+                    after = tl.minimum(own + chunk_len, chunk_size)
+                    far = tl.minimum(2 * chunk_len - 1, chunk_size)
+                    at = to + pair[None, :]
+                    width: tl.constexpr = 2 * half
+                    turn(out, x, y, cos_sin + own * width, at, half, mask, half, tile_half)
+                    turn(out + step, x, y, cos_sin + after * width, at, half, mask, half, tile_half)
+                    turn(
+                        out + 2 * step, x, y, cos_sin + far * width, at, half, mask, half, tile_half
+                    )
+                    if width < head_dim:
+                        kept = (c.to(tl.float32) * factor).to(dtype)
+                        mask = (head < num_q_heads)[:, None] & (rest < head_dim)[None, :]
+                        for rotation in tl.static_range(3):
+                            tl.store(out + rotation * step + to + rest[None, :], kept, mask=mask)
+                position = own
+            angle = cos_sin + position * (2 * half) + pair
             cos = tl.load(angle, mask=inside, other=0.0)[None, :]
             sin = tl.load(angle + half, mask=inside, other=0.0)[None, :]
             x, y = a.to(tl.float32), b.to(tl.float32)
@@ -94,13 +129,16 @@ def norm_rotate_append_kernel(
         target = out + (token * num_q_heads + head[:, None]) * head_dim
     elif is_value:
         kv_head = (head - num_q_heads - num_kv_heads)[:, None].to(tl.int64)
-        target = v_pages + (slot // page_size) * v_page_stride + kv_head * v_head_stride
-        target += slot % page_size * v_slot_stride
+        target = v_pages + (slot // page_size) * v_page_stride + slot % page_size * v_slot_stride
+        target += kv_head // slot_heads * v_head_stride + kv_head % slot_heads * head_dim
     else:
         kv_head = (head - num_q_heads)[:, None].to(tl.int64)
-        target = k_pages + (slot // page_size) * k_page_stride + kv_head * k_head_stride
-        target += slot % page_size * k_slot_stride
-    if (first_head < num_q_heads) | (slot >= 0):
+        target = k_pages + (slot // page_size) * k_page_stride + slot % page_size * k_slot_stride
+        target += kv_head // slot_heads * k_head_stride + kv_head % slot_heads * head_dim
+    writes = (first_head < num_q_heads) | (slot >= 0)
+    if chunked:  # queries are written
+        writes = (first_head >= num_q_heads) & (slot >= 0)
+    if writes:
         tl.store(target + pair[None, :], a, mask=inside[None, :])
         tl.store(target + half + pair[None, :], b, mask=inside[None, :])
         if 2 * half < head_dim:
@@ -120,9 +158,15 @@ def norm_rotate_append(
     slots: Tensor,  # [tokens]
     num_q_heads: int,
     num_kv_heads: int,
-) -> Tensor:  # [tokens, num_q_heads, head_dim]
-    tokens, head_dim = qkv.shape[0], k_pages.shape[3]
-    out = torch.empty((tokens, num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    chunk_size: int,  # 0: no chunks
+    local_size: int,
+    original_max_position: int,  # 0: no length factor
+    lengths: Tensor | None,  # [tokens]
+) -> Tensor:  # [tokens, num_q_heads, head_dim], with chunks [3, tokens, num_q_heads, head_dim]
+    tokens, head_dim = qkv.shape[0], qkv.shape[1] // (num_q_heads + 2 * num_kv_heads)
+    rotations = (3,) if chunk_size else ()
+    shape = (*rotations, tokens, num_q_heads, head_dim)
+    out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return out
     half = head_dim // 2 if cos_sin is None else cos_sin.shape[2]
@@ -136,6 +180,8 @@ def norm_rotate_append(
             *(unused if cos_sin is None else cos_sin, k_pages, v_pages, slots, out),
             *(eps, float(weight_offset), qkv.stride(0), *k_pages.stride()[:3]),
             *(*v_pages.stride()[:3], num_q_heads, num_kv_heads),
+            *(positions if lengths is None else lengths, chunk_size - local_size, chunk_size),
+            1.0 / original_max_position if original_max_position else 0.0,
             head_dim=head_dim,
             half=half,
             page_size=k_pages.shape[2],
@@ -144,6 +190,9 @@ def norm_rotate_append(
             tile_rest=triton.next_power_of_2(max(1, head_dim - 2 * half)),
             has_norm=q_weight is not None,
             rotated=cos_sin is not None,
+            chunked=chunk_size > 0,
+            has_lengths=lengths is not None,
+            slot_heads=k_pages.shape[3] // head_dim,
             num_warps=2 if tile_heads * half <= 512 else 4,
             **overlap(qkv),
         )
