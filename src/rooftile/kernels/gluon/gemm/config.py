@@ -83,6 +83,7 @@ def constants(
     has_scales: bool,
     out_unit: int,
     ahead: bool,
+    streamed: bool,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `matmul_kernel`, in its order."""
     gated = activation.endswith("_and_mul")
@@ -106,4 +107,5 @@ def constants(
         ("has_scales", has_scales),
         ("out_unit", out_unit),
         ("ahead", ahead),
+        ("streamed", streamed),
     )

@@ -55,6 +55,25 @@ def _multiply_on(
 
 
 @gluon.jit
+def _finish(
+    problem, acc, others, out_desc, out_tiles, group: gl.constexpr, row0, column0,
+    streamed: gl.constexpr, R: gl.constexpr, C: gl.constexpr, buffers: gl.constexpr,
+    bits: gl.constexpr,
+):  # fmt: skip
+    """Stores a tile; streamed: after the parts of `others` have been added."""
+    if problem.gated:
+        gate, value = halves(acc, R, C, bits)
+    else:
+        gate = acc
+        value = acc
+    out_columns: gl.constexpr = C // (2 if problem.gated else 1)
+    store_tile(
+        problem, gate, value, others, out_desc, out_tiles, group, row0, column0, 0, R * C,
+        not streamed, R, out_columns, buffers, bits,
+    )  # fmt: skip
+
+
+@gluon.jit
 def multiply_share(
     problem,
     shares,
@@ -85,15 +104,16 @@ def multiply_share(
         previous = fill
         fill = ring.after(fill)
         step = first + 1
-        if written:
-            # The memory has taken the part by now, or will soon: nothing stands still for it.
-            quiet = gl.minimum(last, step + QUIET_STEPS)
-            acc, previous, fill = _multiply_on(
-                problem, ring, acc, previous, fill, step, quiet, group, R, C
-            )
-            step = quiet
-            publish(problem, cta, group)
-            written = cta < 0
+        if shares.streamed:  # noqa: SIM102: known when compiled
+            if written:
+                # The memory has taken the part by now, or will soon: nothing stands still for it.
+                quiet = gl.minimum(last, step + QUIET_STEPS)
+                acc, previous, fill = _multiply_on(
+                    problem, ring, acc, previous, fill, step, quiet, group, R, C
+                )
+                step = quiet
+                publish(problem, cta, group)
+                written = cta < 0
         acc, previous, fill = _multiply_on(
             problem, ring, acc, previous, fill, step, last, group, R, C
         )
@@ -107,28 +127,29 @@ def multiply_share(
             row0 += group * R
         else:
             column0 += group * out_columns
-        rows_left = problem.m - row0
-        if last < shares.iterations.value:
-            store_part(problem, acc, cta, group, rows_left, R, C, ACC)
-            written = cta >= 0
-            if (end <= begin) & (whole >= shares.num_tiles):
-                publish(problem, cta, group)
-        else:
-            start = tile * shares.iterations.value
-            edge = start + first
-            others = 0
-            while edge > start:  # the parts before mine, backwards along K
-                others += 1
-                edge = shares.bound(cta - others)
-            await_parts(problem, cta, others, group)
-            if problem.gated:
-                gate, value = halves(acc, R, C, bits)
+        if shares.streamed:
+            rows_left = problem.m - row0
+            if last < shares.iterations.value:
+                store_part(problem, acc, cta, group, rows_left, R, C, ACC)
+                written = cta >= 0
+                if (end <= begin) & (whole >= shares.num_tiles):
+                    publish(problem, cta, group)
             else:
-                gate = acc
-                value = acc
-            store_tile(
-                problem, gate, value, others, out_desc, out_tiles, group, row0, column0, 0, R * C,
-                False, R, out_columns, buffers, bits,
+                start = tile * shares.iterations.value
+                edge = start + first
+                others = 0
+                while edge > start:  # the parts before mine, backwards along K
+                    others += 1
+                    edge = shares.bound(cta - others)
+                await_parts(problem, cta, others, group)
+                _finish(
+                    problem, acc, others, out_desc, out_tiles, group, row0, column0, True, R, C,
+                    buffers, bits,
+                )  # fmt: skip
+                give_back(problem, cta, others, group)
+        else:
+            _finish(
+                problem, acc, 0, out_desc, out_tiles, group, row0, column0, False, R, C, buffers,
+                bits,
             )  # fmt: skip
-            give_back(problem, cta, others, group)
     tma_store_wait(0)

@@ -184,6 +184,7 @@ def _launch(
         has_scales=scale_dims[0] is not None,
         out_unit=0 if addressable else unit // out_dtype.itemsize,
         ahead=at_rest,
+        streamed=plan.stream_tiles > 0,
     )
     return Launch(
         matmul_kernel,

@@ -104,6 +104,7 @@ def matmul_kernel(
     has_scales: gl.constexpr,
     out_unit: gl.constexpr,
     ahead: gl.constexpr,
+    streamed: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -147,6 +148,7 @@ def matmul_kernel(
         stream_tiles,
         Divisor(group_ctas, group_ctas_factor, group_ctas_shift),
         group_steps,
+        streamed,
     )
     ring = new_operand_ring(
         a_desc, b_desc, block_m if a_by_rows else block_k, b_boxes, not b_by_rows, stages, GROUPS

@@ -31,6 +31,7 @@ class Shares:
     stream_tiles: gl.tensor
     group_ctas: Divisor
     group_steps: gl.tensor
+    streamed: gl.constexpr  # there is a line
 
     @gluon.jit
     def bound(self, cta):
@@ -43,11 +44,15 @@ class Shares:
     def first(self):
         """This CTA's piece of the line, and its first whole tile."""
         cta = gl.program_id(0)
+        if not self.streamed:
+            return 0 * cta, 0 * cta, cta
         return self.bound(cta), self.bound(cta + 1), self.stream_tiles + cta
 
     @gluon.jit
     def take(self, begin, end, whole):
         """The next segment: tile, first step, last step (exclusive); and what is left."""
+        if not self.streamed:
+            return whole, 0 * whole, self.iterations.value, end, whole + gl.num_programs(0)
         streamed = end > begin
         tile = gl.where(streamed, self.iterations.divide(end - 1), whole)
         start = tile * self.iterations.value
