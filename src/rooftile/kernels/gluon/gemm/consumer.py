@@ -104,7 +104,8 @@ def multiply_share(
         previous = fill
         fill = ring.after(fill)
         step = first + 1
-        if shares.streamed:  # noqa: SIM102: known when compiled
+        # Apart, because the one is known when the kernel is compiled.
+        if shares.streamed:  # noqa: SIM102
             if written:
                 # The memory has taken the part by now, or will soon: nothing stands still for it.
                 quiet = gl.minimum(last, step + QUIET_STEPS)
