@@ -106,7 +106,7 @@ def finish_joined(
     layer: AttentionLayer, qkv: Tensor, positions: Tensor, kv: LayerKV, x: Tensor | None = None
 ) -> Tensor:
     q = layer._norm_rotate_append(qkv, positions, kv)
-    return layer.out(layer.attend_pages(q, kv, x).flatten(1))
+    return layer.out(layer.attend(q, kv, x).flatten(1))
 
 
 def test_the_factor_of_whole_prompts_reads_no_prefix(

@@ -113,22 +113,23 @@ class AttentionLayer:
         """All after the q, k, v product."""
         if qkv.is_cuda and self._joins:
             q = self._norm_rotate_append(qkv, positions, kv)
-            return self.out(self.attend_pages(q, kv, x).flatten(1))
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return self.out(self.attend(q, k, v, positions, kv, x).flatten(1))
+        else:
+            heads, kv_heads = self.num_heads, self.num_kv_heads
+            qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads, head_dim]
+            if self.q_norm is not None:
+                q = self.q_norm(q)
+            if self.k_norm is not None:
+                k = self.k_norm(k)
+            q = self.rotate_append(q, k, v, positions, kv)
+        return self.out(self.attend(q, kv, x).flatten(1))
 
     def _norm_rotate_append(
         self,
         qkv: Tensor,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-    ) -> Tensor:  # what `attend_pages` takes
+    ) -> Tensor:  # what `attend` takes
         q_norm, k_norm = self.q_norm, self.k_norm
         assert not isinstance(q_norm, ProjectionNorm)
         assert not isinstance(k_norm, ProjectionNorm)
@@ -143,18 +144,6 @@ class AttentionLayer:
         )
         return q
 
-    def attend(
-        self,
-        q: Tensor,  # [tokens, num_heads, head_dim], not rotated
-        k: Tensor,  # [tokens, num_kv_heads, head_dim], not rotated
-        v: Tensor,  # [tokens, num_kv_heads, head_dim]
-        positions: Tensor,  # [tokens]
-        kv: LayerKV,
-        x: Tensor | None,  # [tokens, hidden], what q, k and v were made of; where `needs_hidden`
-    ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
-        """Writes k and v into their slots, and attends."""
-        return self.attend_pages(self.rotate_append(q, k, v, positions, kv), kv, x)
-
     def rotate_append(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim], not rotated
@@ -162,7 +151,7 @@ class AttentionLayer:
         v: Tensor,  # [tokens, num_kv_heads, head_dim]
         positions: Tensor,  # [tokens]
         kv: LayerKV,
-    ) -> Tensor:  # what `attend_pages` takes
+    ) -> Tensor:  # what `attend` takes
         """Writes k and v into their slots; returns the queries as they meet the keys."""
         if self.cos_sin is not None:
             q = ROTARY_EMBEDDING.handle(q, positions, self.cos_sin, False, False, "auto")
@@ -183,12 +172,13 @@ class AttentionLayer:
         padding."""
         return batch, make_plan(call, batch, tokens, "auto")
 
-    def attend_pages(
+    def attend(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim], rotated
         kv: LayerKV,
         x: Tensor | None,  # [tokens, hidden], what they were made of; where `needs_hidden`
     ) -> Tensor:  # [tokens, heads, dim], as many numbers a token as the output matrix takes
+        """Of the step's queries to what lies in the pages."""
         batch = kv.batch
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),

@@ -95,7 +95,7 @@ class DifferentialAttentionLayer(AttentionLayer):
         )
         return q
 
-    def attend_pages(
+    def attend(
         self,
         q: Tensor,  # [tokens, num_heads, head_dim]
         kv: LayerKV,

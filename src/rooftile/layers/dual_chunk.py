@@ -67,7 +67,7 @@ class DualChunkAttentionLayer(AttentionLayer):
         )
         return queries
 
-    def attend_pages(
+    def attend(
         self,
         q: Tensor,  # [3, tokens, num_heads, head_dim]
         kv: LayerKV,
