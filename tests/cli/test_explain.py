@@ -45,7 +45,12 @@ def test_the_choice_is_the_kernels_own_table() -> None:
         config = table.config_of(case.k_dim, case.v_dim, case.q_lens[0], 0 if case.causal else -1)
         chosen = tiles.choice(case, "h200")
         assert (chosen.tile.rows, chosen.tile.block) == (config.tile_rows, config.block)
-        assert ("instead of" in chosen.reason) == (config != table.CONFIGS[config.dim])
+        usual = table.CONFIGS[config.dim]
+        other = (config.tile_rows, config.block) != (usual.tile_rows, usual.block)
+        assert ("instead of" in chosen.reason) == other
+        assert ("row maximum" in chosen.reason) == config.anchored
+    chosen = tiles.choice(attention_case("b8 s2048 h8/8 d192 causal"), "h200")
+    assert (chosen.k_dim, chosen.v_dim) == (192, 192)
 
 
 def test_the_table_is_read_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def _hopper(case: AttentionCase) -> Choice:
     q_len = max(case.q_lens)
     config = table.config_of(case.k_dim, case.v_dim, q_len, 0 if case.causal else -1)
     usual = table.CONFIGS[config.dim]
-    if config == usual:
+    if (config.tile_rows, config.block) == (usual.tile_rows, usual.block):
         reason = f"the table's entry for head dims up to {config.dim}"
     else:
         reason = (
@@ -53,8 +53,16 @@ def _hopper(case: AttentionCase) -> Choice:
             f"the diagonal, and a short tile starts sooner"
         )
     reason += f"; {config.groups} warpgroups of 64 rows, {config.consumer_registers} registers each"
+    if config.ctas > 1:
+        reason += f", {config.ctas} CTAs an SM"
+    if config.anchored:
+        reason += (
+            "; enough blocks a tile that leaving the row maximum at that of the first keys saves more "
+            "instructions than the check at the tile's end costs"
+        )
     tile = Tile(config.tile_rows, config.block, config.stages)
-    return Choice("gluon", tile, config.dim, config.dim, config.groups, reason)
+    k_dim, v_dim = (table.columns_used(config.dim, dim) for dim in (case.k_dim, case.v_dim))
+    return Choice("gluon", tile, k_dim, v_dim, config.groups, reason)
 
 
 def _check_dims(case: AttentionCase, largest: int, kernel: str) -> None:

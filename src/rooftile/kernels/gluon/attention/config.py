@@ -142,6 +142,12 @@ def config_of(
     return ANCHORED[dim] if dim in ANCHORED and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
 
 
+def columns_used(tile: int, columns: int) -> int:
+    """How many columns of a tile take part in products, the others being zeros: see tile/halves.py."""
+    quarters = -(-4 * columns // tile)
+    return tile * max(quarters, 2) // 4
+
+
 def typical_length(tokens: int, batch: int, longest: int) -> int:
     """Of a ragged batch: most of the work is in sequences longer than the mean."""
     return min(longest, 2 * tokens // max(batch, 1))

@@ -8,14 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from rooftile.kernels.gluon.attention.config import Config
+from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
 from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
-from rooftile.kernels.gluon.tile.halves import columns_used
 from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import allocate_ring

@@ -28,12 +28,6 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.softmax import rescale
 
 
-def columns_used(tile: int, columns: int) -> int:
-    """How many columns of a tile take part in products, the others being zeros."""
-    quarters = -(-4 * columns // tile)
-    return tile * max(quarters, 2) // 4
-
-
 @gluon.jit
 def multiply_used(a, b, acc, used: gl.constexpr):
     """Starts acc = a[:, :used] @ b[:, :used]^T; a [64, K] and b [N, K] in shared memory."""
