@@ -16,6 +16,7 @@ Q_START = gl.constexpr(3)  # the piece's first query, of those of the whole batc
 Q_LEN = gl.constexpr(4)  # its queries
 KV_LEN = gl.constexpr(5)  # its keys, the last of which its last query stands at
 FIELDS = gl.constexpr(6)
+_PREFETCHED = gl.constexpr(3)  # blocks of a rotation that are sent before the next rotation
 
 
 @record
@@ -87,6 +88,15 @@ class ChunkProblem:
     def next_rotation(self, rotation, border):
         following = rotation + 1
         return following, gl.where(following == 2, 0, border - self.chunk)
+
+    @gluon.jit
+    def due(self, first, border):
+        """At which block of a rotation that begins with `first`, and whose last is `border`, its keys being
+        on their way, the next rotation is sent; -1 where none follows."""
+        # With two stages a few blocks in, when the consumers have given the other one back; the only one is
+        # given back for the first keys that meet the next rotation.
+        at = gl.maximum(border, first - _PREFETCHED) if self.own_output else border - 1
+        return gl.where(border > 0, at, -1)
 
     @gluon.jit
     def q_fill(self, turn, group: gl.constexpr):

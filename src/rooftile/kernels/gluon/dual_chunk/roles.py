@@ -68,6 +68,7 @@ def load_tiles(
         blocks = problem.blocks(row0, q_len, kv_len)
         kv_head = head // problem.group_size
         rotation, border = problem.first_rotation(blocks - 1, kv_len)
+        due = problem.due(blocks - 1, border)
         q_turn = _load_queries(problem, descs, q_ring, q_turn, rotation, head, q_start, q_len, row0)
         queue.send(slot, (blocks, head, row0, q_start, q_len, kv_len))
         slot = queue.after(slot)
@@ -76,9 +77,10 @@ def load_tiles(
             at = coordinates(True, 0, kv_head, kv_start, kv_len, n * problem.block)
             k_ring.acquire(fill)
             k_ring.load(fill, k_desc, at)
-            if n < border:
-                # After the keys: where queries have one stage, it is free once these have come.
+            if n == due:
+                first = border - 1
                 rotation, border = problem.next_rotation(rotation, border)
+                due = problem.due(first, border)
                 q_turn = _load_queries(
                     problem, descs, q_ring, q_turn, rotation, head, q_start, q_len, row0
                 )
