@@ -1,5 +1,13 @@
 // Matrix products: 16 rows of a weight in the lanes, some tokens in as many registers.
 
+// A weight is read in one stream, tile after tile. Where some products wait for each line, the processor's
+// own prefetching runs only as far ahead as they do, so that memory and products take turns; asked for
+// so many bytes ahead, they overlap. For few tokens it does better alone.
+constexpr int64_t AHEAD = 16384, AHEAD_INT = 8192;
+inline void fetch(const void* p, int64_t ahead) {
+    __builtin_prefetch(static_cast<const char*>(p) + ahead, 0, 2);
+}
+
 // out[m * out_row + 16 n + lane] (+)= sum over k of x[m][k] w[n][k][lane]
 template <int M, int N>
 inline void product_f32(const float* x, int64_t x_row, const float* w, int64_t w_tile, int64_t depth,
@@ -35,6 +43,27 @@ inline void product_bf16(const uint32_t* x, int64_t x_row, const uint32_t* w, in
     }
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) store(out + m * out_row + 16 * n, acc[m][n]);
+}
+// One tile that comes from memory.
+template <int M>
+inline void product_tile(const uint32_t* x, int64_t x_row, const uint32_t* w, int64_t pairs, float* out,
+                         int64_t out_row) {
+    constexpr int SUMS = M <= 2 ? 4 : M <= 4 ? 2 : 1;  // so many that none waits for the one before
+    F acc[SUMS][M];
+    UNROLL for (int s = 0; s < SUMS; ++s)
+        UNROLL for (int m = 0; m < M; ++m) acc[s][m] = zero();
+    for (int64_t k = 0; k < pairs; k += SUMS) {  // there are whole groups of 32 columns
+        UNROLL for (int s = 0; s < SUMS; ++s) {
+            if (M >= 6) fetch(w + 16 * (k + s), AHEAD);
+            UNROLL for (int m = 0; m < M; ++m)
+                acc[s][m] = dot2(acc[s][m], w + 16 * (k + s), x + m * x_row + k + s);
+        }
+    }
+    UNROLL for (int m = 0; m < M; ++m) {
+        F sum = acc[0][m];
+        UNROLL for (int s = 1; s < SUMS; ++s) sum = sum + acc[s][m];
+        store(out + m * out_row, sum);
+    }
 }
 #else
 template <int M, int N>
@@ -131,8 +160,8 @@ inline void prepare(const float* row, int64_t columns, int32_t format, const Tok
     }
 }
 
-// One tile of a quantised weight: out[m * out_row + lane].
-template <int M>
+// One tile of a quantised weight: out[m * out_row + lane]. FETCH: it comes from memory.
+template <int M, bool FETCH>
 inline void product_int8(const Tokens& t, int64_t m0, const uint8_t* w, const half* block_scales,
                          float* out, int64_t out_row) {
     F acc[M];
@@ -142,6 +171,7 @@ inline void product_int8(const Tokens& t, int64_t m0, const uint8_t* w, const ha
         I dot[M];
         UNROLL for (int m = 0; m < M; ++m) dot[m] = set1(t.offsets[(m0 + m) * t.groups + g]);
         UNROLL for (int s = 0; s < 8; ++s) {
+            if (FETCH) fetch(w + (g * 8 + s) * 64, AHEAD_INT);
             B columns = load(w + (g * 8 + s) * 64);
             UNROLL for (int m = 0; m < M; ++m)
                 dot[m] = dot4(dot[m], columns, x + m * t.row + g * GROUP + 4 * s);
@@ -159,7 +189,7 @@ inline void product_int8(const Tokens& t, int64_t m0, const uint8_t* w, const ha
     UNROLL for (int m = 0; m < M; ++m) store(out + m * out_row, acc[m]);
 }
 
-template <int M>
+template <int M, bool FETCH>
 inline void product_int4(const Tokens& t, int64_t m0, const uint8_t* w, const half* scales,
                          float* out, int64_t out_row) {
     F acc[M];
@@ -169,11 +199,13 @@ inline void product_int4(const Tokens& t, int64_t m0, const uint8_t* w, const ha
         I dot[M];
         UNROLL for (int m = 0; m < M; ++m) dot[m] = set1(0);
         UNROLL for (int s = 0; s < 4; ++s) {
+            if (FETCH) fetch(w + (g * 4 + s) * 64, AHEAD_INT);
             B both = load(w + (g * 4 + s) * 64), low = low_nibbles(both), high = high_nibbles(both);
             const int8_t* xs = x + g * GROUP + 8 * s;
             UNROLL for (int m = 0; m < M; ++m) dot[m] = dot4(dot[m], low, xs + m * t.row);
             UNROLL for (int m = 0; m < M; ++m) dot[m] = dot4(dot[m], high, xs + m * t.row + 4);
         }
+        if (FETCH) fetch(scales + g * 2 * TILE, AHEAD_INT / 4);
         F scale = load(scales + g * 2 * TILE), minimum = load(scales + g * 2 * TILE + TILE);
         UNROLL for (int m = 0; m < M; ++m) {
             int64_t i = (m0 + m) * t.groups + g;
@@ -232,8 +264,9 @@ inline void product_bf16_of(int m, const X* x, int64_t x_row, const uint32_t* w,
 
 constexpr int BLOCK_ROW = TILES_AT_ONCE * TILE;
 
-// Tokens [m0, m0 + m) and tiles [tile, tile + n): out [m][BLOCK_ROW], scaled and biased.
-inline void block(const Weight& w, int64_t tile, int n, const Tokens& t, int64_t m0, int m,
+// Tokens [m0, m0 + m) and tiles [tile, tile + n): out [m][BLOCK_ROW], scaled and biased. first: no other
+// tokens have been there just before.
+inline void block(const Weight& w, int64_t tile, int n, const Tokens& t, int64_t m0, int m, bool first,
                   float* out) {
     int64_t padded = t.groups * GROUP;
     if (w.format == TILED_FLOAT32) {
@@ -253,6 +286,13 @@ inline void block(const Weight& w, int64_t tile, int n, const Tokens& t, int64_t
         int64_t row = padded;
 #endif
         auto data = static_cast<const uint32_t*>(w.data) + tile * (padded / 2) * TILE;
+#if ROOFTILE_BF16
+        if (first) {
+#define CALL(M) product_tile<M>(x, row, data + i * row * TILE, row, out + i * TILE, BLOCK_ROW)
+            for (int i = 0; i < n; ++i) FOR_TOKENS(m, CALL)
+#undef CALL
+        } else
+#endif
         if (n == 1)
             product_bf16_of<1>(m, x, row, data, 0, padded / 2, out, BLOCK_ROW, false);
         else
@@ -265,7 +305,9 @@ inline void block(const Weight& w, int64_t tile, int n, const Tokens& t, int64_t
             if (w.format == INT4) {
                 auto data = static_cast<const uint8_t*>(w.data) + at * padded * TILE / 2;
                 auto scales = static_cast<const half*>(w.scales) + at * t.groups * 2 * TILE;
-#define CALL(M) product_int4<M>(t, m0, data, scales, to, BLOCK_ROW)
+#define CALL(M) \
+    first && M >= 4 ? product_int4<M, true>(t, m0, data, scales, to, BLOCK_ROW) \
+                    : product_int4<M, false>(t, m0, data, scales, to, BLOCK_ROW)
                 FOR_TOKENS(m, CALL)
 #undef CALL
                 continue;
@@ -274,7 +316,9 @@ inline void block(const Weight& w, int64_t tile, int n, const Tokens& t, int64_t
             const half* blocks = w.format == INT8_BLOCKS
                                      ? static_cast<const half*>(w.scales) + at * t.groups * TILE
                                      : nullptr;
-#define CALL(M) product_int8<M>(t, m0, data, blocks, to, BLOCK_ROW)
+#define CALL(M) \
+    first && M >= 6 ? product_int8<M, true>(t, m0, data, blocks, to, BLOCK_ROW) \
+                    : product_int8<M, false>(t, m0, data, blocks, to, BLOCK_ROW)
             FOR_TOKENS(m, CALL)
 #undef CALL
             if (w.format == INT8) {
@@ -304,6 +348,13 @@ inline int64_t chunk_tiles(int64_t tiles, int64_t tokens, int threads) {
     return up(each < TILES_AT_ONCE ? TILES_AT_ONCE : each, TILES_AT_ONCE);
 }
 
+// Chunks are claimed in turn: each thread's ones lie one after the other, so that it reads ahead what it
+// will need.
+inline int64_t place_of(int64_t chunk, int64_t chunks, int threads) {
+    int64_t share = chunk % threads, each = chunks / threads, more = chunks % threads;
+    return share * each + (share < more ? share : more) + chunk / threads;
+}
+
 // finish(token, first row, rows, values[rows]) for each token and group of up to 32 rows.
 template <class Finish>
 inline void multiply(const Weight& w, const Tokens& t, int64_t tokens, int threads,
@@ -311,7 +362,8 @@ inline void multiply(const Weight& w, const Tokens& t, int64_t tokens, int threa
     int64_t tiles = tiles_of(w), each = chunk_tiles(tiles, tokens, threads);
     int64_t row_chunks = (tiles + each - 1) / each, passes = (tokens + PASS - 1) / PASS;
     parallel(threads, row_chunks * passes, [&](int64_t chunk) {
-        int64_t first = chunk % row_chunks * each, last = first + each < tiles ? first + each : tiles;
+        int64_t first = place_of(chunk % row_chunks, row_chunks, threads) * each;
+        int64_t last = first + each < tiles ? first + each : tiles;
         int64_t begin = chunk / row_chunks * PASS, end = begin + PASS < tokens ? begin + PASS : tokens;
         alignas(64) float out[MOST_TOKENS * BLOCK_ROW];
         for (int64_t tile = first; tile < last; tile += TILES_AT_ONCE) {
@@ -319,7 +371,7 @@ inline void multiply(const Weight& w, const Tokens& t, int64_t tokens, int threa
             int64_t rows = w.rows - tile * TILE < n * TILE ? w.rows - tile * TILE : n * TILE;
             for (int64_t m = begin; m < end;) {
                 int count = is_quantised(w.format) ? tokens_at_once_int(end - m) : tokens_at_once(end - m);
-                block(w, tile, n, t, m, count, out);
+                block(w, tile, n, t, m, count, m == begin, out);
                 for (int i = 0; i < count; ++i)
                     finish(m + i, tile * TILE, static_cast<int>(rows), out + i * BLOCK_ROW);
                 m += count;

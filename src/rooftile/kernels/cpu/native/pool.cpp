@@ -173,17 +173,24 @@ Pool* the_pool() {
 
 }  // namespace
 
+// In the order in which one of `threads` would claim chunks, and then the next: see `place_of`.
+static void run_alone(int threads, int64_t chunks, void (*f)(void*, int64_t), void* context) {
+    for (int share = 0; share < threads; ++share)
+        for (int64_t i = share; i < chunks; i += threads) f(context, i);
+}
+
 void run_chunks(int threads, int64_t chunks, void (*f)(void*, int64_t), void* context) {
     Pool* p = the_pool();
+    int asked = threads > 1 ? threads : 1;
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     if (threads > chunks) threads = static_cast<int>(chunks);
     if (inside || threads <= 1 || !p->owner.try_lock()) {
-        for (int64_t i = 0; i < chunks; ++i) f(context, i);
+        run_alone(asked, chunks, f, context);
         return;
     }
     std::lock_guard<std::mutex> lock(p->owner, std::adopt_lock);
     if (Clock::now() < p->alone_until) {
-        for (int64_t i = 0; i < chunks; ++i) f(context, i);
+        run_alone(asked, chunks, f, context);
         return;
     }
     inside = true;

@@ -9,15 +9,16 @@ inline void multiply_gated(const Weight& w, const Tokens& t, int64_t tokens, int
     int64_t half_tiles = tiles_of(w) / 2, each = chunk_tiles(half_tiles, tokens, threads);
     int64_t row_chunks = (half_tiles + each - 1) / each, passes = (tokens + PASS - 1) / PASS;
     parallel(threads, row_chunks * passes, [&](int64_t chunk) {
-        int64_t first = chunk % row_chunks * each, last = first + each < half_tiles ? first + each : half_tiles;
+        int64_t first = place_of(chunk % row_chunks, row_chunks, threads) * each;
+        int64_t last = first + each < half_tiles ? first + each : half_tiles;
         int64_t begin = chunk / row_chunks * PASS, end = begin + PASS < tokens ? begin + PASS : tokens;
         alignas(64) float gate[MOST_TOKENS * BLOCK_ROW], value[MOST_TOKENS * BLOCK_ROW];
         for (int64_t tile = first; tile < last; tile += TILES_AT_ONCE) {
             int n = tile + TILES_AT_ONCE <= last ? TILES_AT_ONCE : 1;
             for (int64_t m = begin; m < end;) {
                 int count = is_quantised(w.format) ? tokens_at_once_int(end - m) : tokens_at_once(end - m);
-                block(w, tile, n, t, m, count, gate);
-                block(w, half_tiles + tile, n, t, m, count, value);
+                block(w, tile, n, t, m, count, m == begin, gate);
+                block(w, half_tiles + tile, n, t, m, count, m == begin, value);
                 for (int i = 0; i < count; ++i) {
                     float* row = gate + i * BLOCK_ROW;
                     for (int j = 0; j < n * TILE; j += TILE)
