@@ -125,10 +125,11 @@ def merge_parts(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def merge_shared_kernel(
     plan,
     merges_at,
+    capacity,  # strips of requests, at most
     partial_out,  # [rows, dim]
     partial_lse,  # [rows]
     sink,
@@ -147,7 +148,8 @@ def merge_shared_kernel(
     """A program for each strip of a request, strips beyond the grid in further turns."""
     early(overlapped)
     column = tl.arange(0, dim_tile)[None, None, :]
-    for index in range(tl.program_id(0), tl.load(plan + 4), tl.num_programs(0)):
+    for index in range(tl.program_id(0), capacity, tl.num_programs(0)):
+        strips = tl.load(plan + 4)  # while words are loaded, which may not be a strip's
         words = plan + merges_at + index * MERGE_WORDS
         prefix = tl.load(words)
         kv_head = tl.load(words + 1)
@@ -157,7 +159,8 @@ def merge_shared_kernel(
         parts = tl.load(words + 5)
         tile_rows = tl.load(words + 6)
         q_begin = tl.load(words + 7)
-        for row0 in range(0, tl.where(parts > 0, rows, 0), row_block):
+        some = (parts > 0) & (index < strips)
+        for row0 in range(0, tl.where(some, rows, 0), row_block):
             row = row0 + tl.arange(0, row_block)
             valid = row < rows
             head = kv_head * group_size + row % group_size
@@ -186,8 +189,8 @@ def merge_shared_kernel(
                 shrink = tl.exp(maximum - highest)
                 total = total * shrink + tl.sum(weights, 1)
                 # A part of a row that sees nothing has no values.
-                some = weights[:, :, None] > 0
-                weighted = tl.where(some, values * weights[:, :, None], 0.0)
+                visible = weights[:, :, None] > 0
+                weighted = tl.where(visible, values * weights[:, :, None], 0.0)
                 o = o * shrink[:, None] + tl.sum(weighted, 1)
                 maximum = highest
             o = o / tl.where(total > 0, total, 1.0)[:, None]
@@ -220,6 +223,7 @@ def merge_shared(
     merge_shared_kernel[(min(strips, MOST_MERGES),)](
         plan,
         layout.merges,
+        strips,
         partial_out,
         partial_lse,
         lse if sink is None else sink,
