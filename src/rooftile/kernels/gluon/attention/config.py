@@ -24,6 +24,7 @@ class Config:
     )
     sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
     software_share: int = 0
+    early: bool = False  # a dense call's CTAs load their first tile before they have roles
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never

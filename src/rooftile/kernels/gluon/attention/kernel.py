@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
 from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
-from rooftile.kernels.gluon.attention.producer import load_tiles
+from rooftile.kernels.gluon.attention.producer import load_first_tile, load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
@@ -87,6 +87,7 @@ def attention_kernel(
     anchored: gl.constexpr,
     sums_in_parts: gl.constexpr,
     software_share: gl.constexpr,
+    early: gl.constexpr,
     own_output: gl.constexpr,
     dependent: gl.constexpr,
     consumer_registers: gl.constexpr,
@@ -185,9 +186,12 @@ def attention_kernel(
         anchored,
         sums_in_parts,
         software_share,
+        early,
         own_output,
     )
     fence_async_shared()
+    if early:
+        load_first_tile(problem, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:
         gl.warp_specialize(
@@ -342,6 +346,7 @@ def constants(
         ("anchored", config.anchored),
         ("sums_in_parts", config.sums_in_parts),
         ("software_share", config.software_share),
+        ("early", config.early and not ragged),
         ("own_output", config.own_output),
         ("dependent", config.dependent),
         ("consumer_registers", config.consumer_registers),

@@ -71,6 +71,7 @@ class Problem:
     anchored: gl.constexpr  # the maximum is that of the first blocks of a tile
     sums_in_parts: gl.constexpr  # see softmax.in_parts
     software_share: gl.constexpr
+    early: gl.constexpr  # the first tile is loaded before there are roles
     own_output: gl.constexpr  # the output tile has shared memory of its own
 
     @gluon.jit
