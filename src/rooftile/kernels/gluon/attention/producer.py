@@ -25,7 +25,7 @@ def load_first_tile(problem, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     A CTA's roles are there half a microsecond after it, which is some percent of a short call.
     """
     turn = first_fill()
-    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(gl.program_id(0))
+    batch, head, row0, _, q_len, _, kv_len = problem.tile(gl.program_id(0))
     first, blocks = problem.keys(row0, q_len, kv_len)
     at = coordinates(
         False, batch, head // problem.group_size, 0, 0, (first + blocks - 1) * problem.block
