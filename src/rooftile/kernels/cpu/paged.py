@@ -34,16 +34,39 @@ def paged_attention(
     plan: Tensor | None,
     split: list[int],
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
-    tokens, heads, k_dim = q.shape
-    v_dim = v_pages.shape[3]
     q, k_pages, v_pages = (_dense(x) for x in (q, k_pages, v_pages))
     cu_seqlens_q, kv_lens = cu_seqlens_q.int().contiguous(), kv_lens.int().contiguous()
     page_table = _dense(page_table.int())
     wide_sink = None if sink is None else sink.float().contiguous()
-    out = torch.empty((tokens, heads, v_dim), dtype=q.dtype)
-    lse = torch.empty((tokens, heads), dtype=torch.float32)
+    out = torch.empty((*q.shape[:2], v_pages.shape[3]), dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    call = native_call(
+        *(q, k_pages, v_pages, cu_seqlens_q, kv_lens, page_table, wide_sink, out, lse),
+        *(left, right, softcap, scale),
+    )
+    library.native().rooftile_attention(ctypes.byref(call), torch.get_num_threads())
+    return out, lse
+
+
+def native_call(
+    q: Tensor,  # [tokens, num_q_heads, k_dim]
+    k_pages: Tensor,  # [num_pages, num_kv_heads, page_size, k_dim]
+    v_pages: Tensor,  # [num_pages, num_kv_heads, page_size, v_dim]
+    cu_seqlens_q: Tensor,  # [batch + 1] int32
+    kv_lens: Tensor,  # [batch] int32
+    page_table: Tensor,  # [batch, max_pages] int32
+    sink: Tensor | None,  # [num_q_heads] float32
+    out: Tensor,  # [tokens, num_q_heads, v_dim]
+    lse: Tensor,  # [tokens, num_q_heads] float32
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+) -> arguments.Attention:
+    """What `rooftile_attention` takes: addresses, so the tensors must outlive it. Rows are dense."""
+    tokens, heads, k_dim = q.shape
     dtype = DTYPES[q.dtype]
-    call = arguments.Attention(
+    return arguments.Attention(
         q=q.data_ptr(),
         q_token=q.stride(0),
         q_head=q.stride(1),
@@ -53,7 +76,7 @@ def paged_attention(
         kv_lens=kv_lens.data_ptr(),
         page_table=page_table.data_ptr(),
         table_row=page_table.stride(0),
-        sink=None if wide_sink is None else wide_sink.data_ptr(),
+        sink=None if sink is None else sink.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         batch=kv_lens.shape[0],
@@ -61,7 +84,7 @@ def paged_attention(
         num_q_heads=heads,
         num_kv_heads=k_pages.shape[1],
         k_dim=k_dim,
-        v_dim=v_dim,
+        v_dim=v_pages.shape[3],
         page_size=k_pages.shape[2],
         left=left,
         right=right,
@@ -71,8 +94,6 @@ def paged_attention(
         dtype=dtype,
         out_dtype=dtype,
     )
-    library.native().rooftile_attention(ctypes.byref(call), torch.get_num_threads())
-    return out, lse
 
 
 def _dense(x: Tensor) -> Tensor:
