@@ -17,14 +17,16 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
-from rooftile.kernels.triton.lanes import lanes_of
 from rooftile.kernels.triton.split_kv_single import split_kv_single_kernel
-from rooftile.planning.split_kv import HEADER_WORDS, Item, Layout, Merge
+from rooftile.planning.split_kv import HEADER_WORDS, MOST_SHARING, Item, Layout, Merge
 from rooftile.types import SplitSpec
 
 BLOCK = 512  # requests, entries or items at a time
 MOST_PROGRAMS = 8
 MOST_SINGLE = 1024  # requests whose sums fit the registers of one program
+# Lanes of that program, out of few numbers, since an engine compiles it for each when it starts.
+SINGLE_LANES = (32, 256, MOST_SINGLE)
+SHARING_LANES = (32, 512, MOST_SHARING)
 SINGLE_BLOCK = 64
 MOST_SINGLE_PROGRAMS = 128
 ITEM_WORDS = tl.constexpr(len(Item._fields))
@@ -424,7 +426,7 @@ def split_kv(
     most_rows = spec.max_q_len * spec.group_size
     one_tile = not spec.piece and not spec.whole and most_rows <= spec.tile_rows[-1]
     if spec.groups or (one_tile and batch <= MOST_SINGLE and len(spec.tile_rows) <= 4):
-        _split_single(cu_seqlens_q, kv_lens, first, shared, plan, spec, layout, cta_block)
+        _split_single(cu_seqlens_q, kv_lens, first, shared, plan, spec, layout)
         return plan
     scratch_size = layout.entries + 1 + 3 * (batch + 1) + 6 * (spec.num_ctas + 2)
     programs = min(MOST_PROGRAMS, triton.cdiv(layout.item_capacity, BLOCK))
@@ -470,10 +472,10 @@ def _split_single(
     plan: Tensor,
     spec: SplitSpec,
     layout: Layout,
-    cta_block: int,
 ) -> None:
     costs = [*spec.tile_cost, 0, 0, 0][:4]
     batch = kv_lens.shape[0]
+    lanes = SHARING_LANES if spec.groups else SINGLE_LANES
     programs = max(1, min(MOST_SINGLE_PROGRAMS, triton.cdiv(layout.item_capacity, SINGLE_BLOCK)))
     with torch.cuda.device(kv_lens.device) if kv_lens.is_cuda else torch.no_grad():
         split_kv_single_kernel[(2 + programs,)](
@@ -499,8 +501,8 @@ def _split_single(
             layout.cut_rows,
             tile_rows=spec.tile_rows,
             cta_count=spec.num_ctas,
-            cta_block=cta_block,
-            lanes=lanes_of(batch + spec.groups),
+            cta_block=max(HEADER_WORDS, triton.next_power_of_2(spec.num_ctas)),
+            lanes=next(n for n in lanes if n >= batch + spec.groups),
             block=SINGLE_BLOCK,
             shares=spec.groups > 0,
             num_warps=4,

@@ -169,7 +169,7 @@ def split_kv_single_kernel(
     cut_rows,
     tile_rows: tl.constexpr,
     cta_count: tl.constexpr,
-    cta_block: tl.constexpr,  # a power of two above cta_count
+    cta_block: tl.constexpr,  # a power of two from cta_count and 8 on
     lanes: tl.constexpr,  # a power of two from batch + groups on
     block: tl.constexpr,  # items at a time
     shares: tl.constexpr,
@@ -257,6 +257,8 @@ def split_kv_single_kernel(
     at = tl.where(inside, tl.maximum(at, 0), 0)
     cut = (strip.to(tl.int64) << 32) + at
 
+    end_cut = all_strips.to(tl.int64) << 32  # of the last CTA
+
     # Parts and merges: numbered by the cuts inside of strips.
     last = tl.gather(cut, tl.maximum(cta - 1, 0), 0)
     new = (at > 0) & (cut != last)
@@ -268,7 +270,8 @@ def split_kv_single_kernel(
     next_at = at
     closing = slots
     if shares or program < 2:
-        following = tl.gather(cut, tl.minimum(cta + 1, cta_count), 0)
+        following = tl.gather(cut, tl.minimum(cta + 1, cta_block - 1), 0)
+        following = tl.where(cta + 1 < cta_count, following, end_cut)
         next_strip = (following >> 32).to(tl.int32)
         next_at = following.to(tl.int32)
     closes = (at > 0) & ((next_strip != strip) | (next_at == 0))
@@ -314,7 +317,8 @@ def split_kv_single_kernel(
         of = _begun(index_of - base, cta < cta_count, block)
         mine = index - of
         from_cut = tl.gather(cut, of, 0)
-        to_cut = tl.gather(cut, of + 1, 0)
+        to_cut = tl.gather(cut, tl.minimum(of + 1, cta_block - 1), 0)
+        to_cut = tl.where(of + 1 < cta_count, to_cut, end_cut)
         begins = (from_cut >> 32).to(tl.int32)
         begins_at = from_cut.to(tl.int32)
         ends = (to_cut >> 32).to(tl.int32)
@@ -349,7 +353,7 @@ def split_kv_single_kernel(
             row_end = tl.minimum(row_begin + tile_, rows_)
         continues = (mine == begins) & (begins_at > 0)
         breaks = (mine == ends) & (ends_at > 0)
-        at_cut = tl.minimum(of + tl.where(continues, 0, 1), cta_count)
+        at_cut = tl.minimum(of + tl.where(continues, 0, 1), cta_count - 1)
         numbers_ = tl.gather(numbers, at_cut, 0)
         slot = numbers_ // 65536 - tl.where(continues, 1, 2)
         split = continues | breaks
