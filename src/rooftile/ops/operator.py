@@ -15,6 +15,10 @@ from rooftile.kernels import Kernel
 
 LIBRARY = torch.library.Library("rooftile", "DEF")
 GPU_FAMILIES = ("triton", "gluon")
+# What os.environ looks into, which answers ten times as fast where a name is not set.
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_ENCODED = _ENVIRONMENT is not os.environ and os.name == "posix"
+_CHECK, _YES = (b"ROOFTILE_CHECK", b"1") if _ENCODED else ("ROOFTILE_CHECK", "1")
 OPERATORS: dict[str, Operator] = {}  # every declared operator, for `rooftile doctor`
 
 
@@ -158,4 +162,4 @@ def contents_checked(tensor: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return tensor.device.type == "cpu" or os.environ.get("ROOFTILE_CHECK") == "1"
+    return tensor.device.type == "cpu" or _ENVIRONMENT.get(_CHECK) == _YES

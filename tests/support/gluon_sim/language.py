@@ -157,6 +157,7 @@ def modules() -> dict[str, ModuleType]:
         float8e4nv=torch.float8_e4m3fn,
         float32=torch.float32,
         tuple=tuple,
+        int16=torch.int16,
         int32=torch.int32,
         int64=torch.int64,
         static_range=range,

@@ -28,7 +28,7 @@ class Config:
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
-    dependent: bool = False  # starts under the end of the kernel before: tile/dependent.py
+    dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
     last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class Config:
 
     @property
     def most_sorted(self) -> int:
-        """Sequences, with one for padding, that a CTA sorts for itself; two CTAs have no room."""
-        return 128 if self.ctas == 1 else 0
+        """Sequences, with one for padding, that a CTA sorts for itself, as its shared memory allows."""
+        return 128 if self.ctas == 1 else 64
 
     def of_few_bits(self) -> Config:
         """For float16, which ends at 2^16: too soon for weights under an anchored maximum."""
@@ -80,21 +80,24 @@ CONFIGS = {
 # CTAs of two warpgroups overlap each other where a tile has too few blocks to overlap its own.
 # H200, share of cuDNN with this, with 128 rows in one CTA and with 192: full s256 1.05, 0.95, 0.70,
 # s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
-# s8192 1.10, 0.98, 1.11.
+# s8192 1.10, 0.98, 1.11; with anchored maxima this and 192: full s1024 1.23, 1.01, s2048 1.26, 1.12, s8192
+# 1.30, 1.29; causal s2048 1.19, 1.01, s8192 1.19, 1.19.
 SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2, sums_in_parts=True)
-SHORT_Q_LEN = 1024
+SHORT_Q_LEN = 4096
 SHORT_CAUSAL_Q_LEN = 8192
 # More than two tiles of rows: the two CTAs of an SM run at different speeds, so the last two of each
 # one's tiles are drawn. H200, share of cuDNN in turn, drawn, the last two drawn: full s512 1.12, 1.15,
-# 1.16, s768 1.14, 1.19, 1.20; causal s512 1.23, 1.23, 1.27; s256 1.07, -, 0.94.
+# 1.16, s768 1.14, 1.19, 1.20; causal s512 1.23, 1.23, 1.27, s768 1.27, 1.27, 1.27, s2048 -, 1.19, 1.05; s256
+# 1.07, -, 0.94.
 DRAWN_64 = replace(SHORT_64, anchored=True, dynamic="always", last_rounds=2)
 DRAWN_64_Q_LEN = 257
+LAST_DRAWN_64_Q_LEN = 768  # longer causal calls need all of their tiles to be even
 # One or two tiles of rows at head dim 128, seen whole: tiles of 64 keys start sooner. H200, share of
 # cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
 SHORT_128 = Config(128, 2, 64, 4, 240, 24)
 SHORT_128_Q_LENS = range(129, 257)
 # In turn, drawn, the last two drawn, causal, share of cuDNN: s256 0.90, -, 0.94, s512 -, 0.98, 1.02,
-# s768 -, 1.05, 1.08.
+# s768 -, 1.05, 1.08, s2048 -, 1.14, 0.91.
 LAST_DRAWN_128_Q_LEN = 1024
 # An anchored maximum saves a third of a block's instructions, and costs a check at a tile's end. H200,
 # share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
@@ -104,6 +107,7 @@ ANCHORED = {dim: replace(CONFIGS[dim], anchored=True) for dim in (64, 128)}
 ANCHORED_Q_LEN = 1025
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
+MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
@@ -111,7 +115,8 @@ UNBOUNDED = 2**30  # beyond every length
 #   full    one head, 8, 24 MiB   h16 d128 s512 537 526 494, s2048 688 686 658, s16384 702 704 706
 #   causal  one head, 8, 24, 64   h16 d128 s512 235 261 321 -, s2048 533 548 542 498,
 #                                 s8192 619 629 632 670; h8 d256 s16384 681 680 678 773
-SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
+# h8 d256 s4096 8 MiB and a sequence (32): 610 679
+SECTION_BYTES = ((1024, 24 * 2**20), (2048, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
 # Up to here drawing tiles from a counter costs more than it balances. H200, causal, share of cuDNN
 # drawn and in turn: d64 s256 0.97, 1.02, s512 1.15, 1.12, s768 1.16, 1.08; d128 s256 0.87, 0.89,
 # s512 0.99, 0.97, s768 1.06, 1.03; d256 s512 1.00, 0.95.
@@ -135,7 +140,11 @@ def config_of(
             return SHORT_64
         return replace(CONFIGS[dim], overlapped=dim < 256)
     if dim == 64 and q_len <= (SHORT_CAUSAL_Q_LEN if right >= 0 else SHORT_Q_LEN):
-        return DRAWN_64 if q_len >= DRAWN_64_Q_LEN else SHORT_64
+        if q_len < DRAWN_64_Q_LEN:
+            return SHORT_64
+        if right >= 0 and q_len > LAST_DRAWN_64_Q_LEN:
+            return replace(DRAWN_64, last_rounds=None)
+        return DRAWN_64
     if dim == 128 and right < 0 and q_len in SHORT_128_Q_LENS:
         return SHORT_128
     if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:

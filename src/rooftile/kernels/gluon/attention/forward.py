@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
     CONFIGS,
+    MOST_TILES_SORTED,
     SECTION_BYTES,
     UNBOUNDED,
     Config,
@@ -275,9 +276,11 @@ def bind_attention_varlen(
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
     device = q.device
-    dynamic = config.dynamic != "never"
+    places = multiprocessors(device) * config.ctas
+    dynamic = config.dynamic != "never" and capacity * num_heads > places
     wide_q, wide_k = (x.dtype != torch.int32 for x in (cu_seqlens_q, cu_seqlens_k))
-    most_sorted = config.most_sorted if batch < config.most_sorted else 0
+    few = batch < config.most_sorted and capacity < MOST_TILES_SORTED
+    most_sorted = config.most_sorted if few else 0
     list_tiles = None
     if not most_sorted:
         list_tiles = Launch(
@@ -291,7 +294,7 @@ def bind_attention_varlen(
         )
     attend = Launch(
         attention_kernel,
-        min(capacity * num_heads, multiprocessors(device) * config.ctas),
+        min(capacity * num_heads, places),
         device,
         q.dtype,
         (

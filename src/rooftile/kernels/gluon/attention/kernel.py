@@ -138,7 +138,7 @@ def attention_kernel(
     if most_sorted:
         tile_rows: gl.constexpr = GROUP_ROWS * groups
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        starts = gl.allocate_shared_memory(gl.int32, [most_sorted], layout)
+        starts = gl.allocate_shared_memory(gl.int16, [most_sorted], layout)
         num_tiles = num_heads * start_sequences(
             starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, tile_rows, most_sorted
         )

@@ -1,6 +1,6 @@
 """Which sequence of a ragged batch a tile belongs to.
 
-Sequences with more keys come first. Each CTA sorts up to 127 for itself; the tiles of more are listed
+Sequences with more keys come first. Each CTA sorts up to 63 or 127 for itself; the tiles of more are listed
 by a kernel before (tile_list.py).
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.record import record
 
+NO_TILES = gl.constexpr(2**15 - 1)
 _AT_A_TIME = gl.constexpr(16)  # sequences that a CTA compares its own with
 
 
@@ -24,7 +25,7 @@ def _lengths(cu_seqlens, i, batch, end):
 
 @gluon.jit
 def start_sequences(
-    starts,  # shared [most] int32
+    starts,  # shared [most] int16
     cu_seqlens_q,  # pointer, [batch + 1] int32
     cu_seqlens_k,  # pointer, [batch + 1] int32
     batch,  # less than most
@@ -33,8 +34,9 @@ def start_sequences(
     most: gl.constexpr,
 ):
     """Writes which tile of a head is the first of each sequence, those with more keys first, and
-    returns the number of tiles; 2^30 stands for a sequence without tiles. For four warps."""
-    L: gl.constexpr = gl.BlockedLayout([most // 128, _AT_A_TIME], [32, 1], [4, 1], [1, 0])
+    returns the number of tiles, less than NO_TILES, which stands for a sequence without any. For four
+    warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, _AT_A_TIME], [32, 1], [4, 1], [1, 0])
     i = gl.arange(0, most, gl.SliceLayout(1, L))
     keys = gl.where(i < batch, _lengths(cu_seqlens_k, i, batch, 0), -1)
     tiles = (_lengths(cu_seqlens_q, i, batch, tokens) + (tile_rows - 1)) // tile_rows
@@ -49,7 +51,7 @@ def start_sequences(
         other = gl.expand_dims(theirs, 0)
         before = (other > mine) | ((other == mine) & (gl.expand_dims(j, 0) < number))
         start += gl.sum(gl.where(before, others, 0), 1)
-    starts.store(gl.where(tiles > 0, start, 2**30))
+    starts.store(gl.where(tiles > 0, start, NO_TILES).to(gl.int16))
     return gl.sum(tiles, 0)
 
 
@@ -57,7 +59,7 @@ def start_sequences(
 def find_sequence(starts, tile, most: gl.constexpr):
     """The sequence that a tile of a head belongs to, and the first of its tiles. For one warp."""
     L: gl.constexpr = gl.BlockedLayout([most // 32], [32], [1], [0])
-    start = starts.load(L)
+    start = starts.load(L).to(gl.int32)
     # Of the sequences that begin at the tile or before, the last.
     found = gl.where(start <= tile, start * most + gl.arange(0, most, L), 0)
     last = gl.max(found, 0)
