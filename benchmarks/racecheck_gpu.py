@@ -7,8 +7,6 @@ docs/performance.md says what the reports are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,13 +17,13 @@ from rooftile.kernels.triton_version import tma_load
 
 
 @gluon.jit
-def load(desc: Any, tile: Any, full: Any) -> None:
+def load(desc, tile, full):
     mbarrier.expect(full, desc.block_type.nbytes)
     tma_load(desc, [0, 0], full, tile)
 
 
 @gluon.jit
-def store(tile: Any, full: Any, out: Any) -> None:
+def store(tile, full, out):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, L)), 1)
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
@@ -34,7 +32,7 @@ def store(tile: Any, full: Any, out: Any) -> None:
 
 
 @gluon.jit
-def copy(desc: Any, out: Any) -> None:
+def copy(desc, out):
     """One role copies a tile into shared memory, the other waits for it and stores it."""
     tile = gl.allocate_shared_memory(desc.dtype, [64, 64], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
