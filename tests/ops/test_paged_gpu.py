@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.attention import AttentionCall
+from rooftile.ops.attention import AttentionCall, attention_varlen
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.paged import PAGED_ATTENTION, append_kv, paged_attention, plan_paged_attention
 from rooftile.ops.tree import tree_attention
@@ -39,6 +39,8 @@ pytestmark = [
 ]
 FAMILIES = tuple(family for family in ("gluon", "triton") if family in PAGED_ATTENTION.families)
 FP8 = torch.float8_e4m3fn
+if torch.cuda.is_available():
+    from rooftile.kernels.triton.ragged_pages import follows_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,6 +401,55 @@ def test_a_shared_prefix_gives_what_attention_without_sharing_gives(
     exact = paged_attention(*wide, kernel="reference", **arguments)  # type: ignore[arg-type]
     plain = paged_attention(q, k, v, alone, kernel="reference", **arguments)  # type: ignore[arg-type]
     assert_close(shared_once, exact, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (72, 40)], ids=str)
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), KV_LENS), min_size=1, max_size=6),
+    heads=st.sampled_from([(8, 2), (5, 1), (4, 4)]),
+    causal=st.booleans(),
+    left=st.sampled_from([None, 0, 100]),
+    padding=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_ragged_batches_of_few_queries_follow_a_plan(
+    family: str,
+    dims: tuple[int, int],
+    lengths: Lengths,
+    heads: tuple[int, int],
+    causal: bool,
+    left: int | None,
+    padding: int,
+    seed: int,
+) -> None:
+    """Keys and values are slices of one tensor, whose rest is NaN, as are rows of no sequence."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    lengths = [*lengths, (2, 4100)]
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    used = sum(kv_lens)
+    rows = torch.full((used + 3, heads[1], sum(dims) + 8), math.nan, device="cuda").bfloat16()
+    rows[:used, :, : sum(dims)].normal_(generator=g)
+    k, v = rows[..., : dims[0]], rows[..., dims[0] : sum(dims)]
+    q = torch.randn(sum(q_lens) + padding, heads[0], dims[0], generator=g, device="cuda").bfloat16()
+    most = max(q_lens), max(kv_lens)
+    assert follows_plan(k, v, *most, heads[0] // heads[1])
+    cu = [torch.tensor([0, *n], device="cuda").cumsum(0).int() for n in (q_lens, kv_lens)]
+    sink = torch.randn(heads[0], generator=g, device="cuda")
+    options: dict[str, Any] = {"sink": sink, "causal": causal, "window": (left, None)}
+    got, exact, plain = (
+        attention_varlen(
+            *tensors, *cu, max_q_len=most[0], max_kv_len=most[1], return_lse=True, kernel=kernel,
+            **options,
+        )
+        for tensors, kernel in (
+            ((q, k, v), family),
+            ((q.double(), k.double(), v.double()), "reference"),
+            ((q, k, v), "reference"),
+        )
+    )  # fmt: skip
+    assert_close(got, exact, plain)
 
 
 def test_a_plan_serves_many_calls_and_no_others() -> None:
