@@ -354,10 +354,10 @@ def test_trees_of_speculated_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(("q_len", "page"), [(1, 16), (3, 64)])
 def test_a_shared_prefix_gives_what_attention_without_sharing_gives(
-    family: str, q_len: int, page: int
+    family: str, q_len: int, page: int, quantised: bool
 ) -> None:
     """Groups of 20 and 9 requests that share, and one request alone; some padding."""
     keys, own = (4800, 1024), 128
@@ -366,6 +366,11 @@ def test_a_shared_prefix_gives_what_attention_without_sharing_gives(
     count = sum(pages) + 30 * (own // page)
     k, v = torch.randn(2, count + 1, 2, page, 128, generator=g, device="cuda").bfloat16()
     k[-1], v[-1] = math.nan, math.nan
+    scales: dict[str, Tensor] = {}
+    if quantised:
+        k, v = k.to(FP8), v.to(FP8)
+        k_scale, v_scale = torch.rand(2, 2, generator=g, device="cuda") + 0.5
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
     order = torch.randperm(count, generator=g, device="cuda").int()
     prefixes, mine = order[: sum(pages)].split(pages), order[sum(pages) :].view(30, -1)
     table = torch.full((30, max(pages) + own // page), count, device="cuda", dtype=torch.int32)
@@ -391,15 +396,19 @@ def test_a_shared_prefix_gives_what_attention_without_sharing_gives(
     assert plan.buffer[4] < plan.buffer[3]  # there are strips of groups
     arguments = {"sink": sink, "return_lse": True}
     shared_once, again, planned_inside = (
-        paged_attention(q, k, v, batch, plan=p, kernel=family, **arguments)  # type: ignore[arg-type]
+        paged_attention(q, k, v, batch, plan=p, kernel=family, **arguments, **scales)  # type: ignore[arg-type]
         for p in (plan, plan, None)
     )
     for got in (again, planned_inside):
         assert torch.equal(got[0], shared_once[0])
         assert torch.equal(got[1], shared_once[1])
-    wide = (q.double(), k.double(), v.double(), alone)
-    exact = paged_attention(*wide, kernel="reference", **arguments)  # type: ignore[arg-type]
-    plain = paged_attention(q, k, v, alone, kernel="reference", **arguments)  # type: ignore[arg-type]
+    pages = [
+        x.double() * (scales[name][:, None, None].double() if scales else 1.0)
+        for x, name in ((k, "k_scale"), (v, "v_scale"))
+    ]
+    exact = paged_attention(q.double(), *pages, alone, kernel="reference", **arguments)  # type: ignore[arg-type]
+    narrow = (x.to(q.dtype) for x in pages)
+    plain = paged_attention(q, *narrow, alone, kernel="reference", **arguments)  # type: ignore[arg-type]
     assert_close(shared_once, exact, plain)
 
 
