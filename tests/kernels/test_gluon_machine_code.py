@@ -120,8 +120,9 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
 
 
 def check_loops(code: MachineCode, config: Config) -> None:
-    # A second pass takes registers from what is alive across a tile, not from the loops over keys.
-    assert code.spills() == 0 or config.anchored
+    # A second pass, and all options at once, take registers from what is alive across a tile, a few
+    # accesses each; the loops over keys have none.
+    assert code.spills() <= (100 if config.anchored else 8 if config.dim == 256 else 0)
     loops = [loop for loop in code.product_loops() if not loop.count("UTMALDG")]
     assert len(loops) >= config.groups
     exponentials = config.block // 2  # a thread's share of a block's 64 rows
