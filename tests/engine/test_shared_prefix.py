@@ -21,6 +21,7 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is shared is to be read once, however little it saves."""
     monkeypatch.setattr(device_runner, "LEAST_SPARED", 0)
     monkeypatch.setattr(device_runner, "LEAST_SPARED_A_REQUEST", 0)
+    monkeypatch.setattr(device_runner, "LEAST_SHARING", 2)
     for module in (device_runner, scheduled_step):
         monkeypatch.setattr(module, "LEAST_COMMON", 1)
     monkeypatch.setattr(scheduled_step, "LEAST_SAVED", 1)

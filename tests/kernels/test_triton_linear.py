@@ -32,12 +32,16 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
     weight, bias = (torch.randn(*s).to(DEVICE, dtype) for s in ((out_features, in_features), (1,)))
     assert kernel._is_small(rows, in_features)
     for b in (None, bias.expand(out_features).contiguous()):
-        out = kernel.linear(x, [weight], "dense", out_features, b)
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
         total = x.double().abs() @ weight.double().abs().T
         allowed = torch.finfo(dtype).eps * exact.abs() + 1e-6 * total
-        assert out.dtype == dtype
-        assert bool(((out.double() - exact).abs() <= allowed).all())
+        assert kernel.keeps_row(x, weight) == (rows == 1)
+        for out in (
+            kernel.linear(x, [weight], "dense", out_features, b),
+            kernel._few_rows(x, weight, b),  # which large weights take at one row as well
+        ):
+            assert out.dtype == dtype
+            assert bool(((out.double() - exact).abs() <= allowed).all())
 
 
 @pytest.mark.gpu

@@ -39,7 +39,8 @@ from rooftile.types import AttentionPlan, PagedBatch
 
 # In a step of decodes, bytes that shared prefixes spare reading in a layer, from which on this saves more
 # time than the partial results of rows take: 60 microseconds, and more with more requests.
-LEAST_SPARED, LEAST_SPARED_A_REQUEST = 1 << 28, 3 << 19
+LEAST_SPARED, LEAST_SPARED_A_REQUEST = 1 << 27, 1 << 20
+LEAST_SHARING = 8  # requests of a step
 # Up to here every size of a decode step is run before the first is captured: they differ in kernels
 # (few rows) and in what Triton compiles for (numbers that 16 divides, or not).
 WARM_SIZES = 24
@@ -159,6 +160,11 @@ class DeviceRunner:
             default=0,
         )
 
+    @property
+    def _sharing_sizes(self) -> list[int]:
+        """Capacities of decode steps in which prefixes may be read once."""
+        return [n for n in self._decode_sizes if self._shared_bytes and n >= LEAST_SHARING]
+
     def warm_up(self) -> None:
         """Run the largest step and the largest draw, of padding alone, and small ones, which run other
         kernels: they are compiled, and libraries load what they need.
@@ -171,9 +177,10 @@ class DeviceRunner:
         forwards = [partial(self._forward, shape) for shape in shapes]
         # Of those beside each other no two compile the same; the rest find it compiled.
         self._run_beside([partial(self._draw, most), *forwards])
-        shapes = [Shape.decode(n) for n in (most, *small[1:3])]
-        if self._shared_bytes and most > 1:
-            shapes += [Shape.decode(n, True) for n in {most, small[1] if len(small) > 1 else most}]
+        shapes = [Shape.decode(n) for n in (most, *small[1:4])]
+        shapes += [
+            Shape.decode(n, True) for n in {*self._sharing_sizes[:1], *self._sharing_sizes[-1:]}
+        ]
         self._run_beside([partial(self._forward, shape) for shape in shapes])
         shapes = [Shape.mixed(self._mixed_sizes[0], most), *map(Shape.decode, small)]
         with torch.inference_mode():
@@ -213,8 +220,7 @@ class DeviceRunner:
         rows = self._decode_sizes[-1]
         shapes = [Shape.mixed(n, rows) for n in self._mixed_sizes]
         shapes += [Shape.decode(n) for n in self._decode_sizes]
-        if self._shared_bytes:
-            shapes += [Shape.decode(n, True) for n in self._decode_sizes if n > 1]
+        shapes += [Shape.decode(n, True) for n in self._sharing_sizes]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     # ------------------------------------------------------------------ a step
@@ -271,7 +277,8 @@ class DeviceRunner:
         if max(lengths) == 1:
             size = fitting(self._decode_sizes, len(lengths))
             spared = shared_keys * self._shared_bytes
-            return Shape.decode(size, spared > LEAST_SPARED + size * LEAST_SPARED_A_REQUEST)
+            pays = spared > LEAST_SPARED + size * LEAST_SPARED_A_REQUEST
+            return Shape.decode(size, pays and size >= LEAST_SHARING)
         size = fitting(self._mixed_sizes, sum(lengths))
         return Shape.mixed(size, self._decode_sizes[-1])
 

@@ -9,7 +9,7 @@ from rooftile.types import SplitSpec
 # Before an item's first keys arrive and after its last: about 1.4 us, what fits the decode table.
 ITEM_CLOCKS = 2500
 # Keys that a group of requests must spare reading, below which merging takes longer than they do.
-LEAST_SAVED = 4096
+LEAST_SAVED = 1024
 SHARED_ROWS = 128  # query tiles of this size belong to requests whose tiles share their keys
 
 
