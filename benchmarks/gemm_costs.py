@@ -30,10 +30,20 @@ from rooftile.planning.stream_k import (
     split_k,
     stream_k,
 )
-from rooftile.planning.stream_k_cost import MOST_STREAMED, SHAPES, STREAMED, broken_share, tiling_of
+from rooftile.planning.stream_k_cost import (
+    APART_BANDWIDTH,
+    APART_ROUND,
+    APART_TOGETHER,
+    MOST_STREAMED,
+    SHAPES,
+    STREAMED,
+    broken_share,
+    is_apart,
+    tiling_of,
+)
 
 SMS = H200.units
-MACHINE = ("launch", "start", "bandwidth", "sharpness", "streamed")
+MACHINE = ("launch", "start", "bandwidth", "sharpness", "streamed", "apart")
 COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
 VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
 TILES = " tiles"
@@ -65,7 +75,7 @@ def decomposition(product: Product, name: str) -> Decomposition:
 
 def predicted(x: Sequence[float], row: Measured) -> float:
     """Microseconds; planning/stream_k_cost.py has the same in seconds."""
-    launch, start, bandwidth, sharpness, streamed = x[: len(MACHINE)]
+    launch, start, bandwidth, sharpness, streamed, apart = x[: len(MACHINE)]
     plan = row.plan
     at = len(MACHINE) + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
     setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
@@ -73,7 +83,12 @@ def predicted(x: Sequence[float], row: Measured) -> float:
     iteration *= 1 + streamed * (plan.scheme in STREAMED)
     others = plan.most_parts - 1
     computing = launch + iteration * plan.most_steps + setup * plan.most_segments
-    computing += (publish if others else 0) + fixup * others
+    if is_apart(plan):
+        parts = 4.0 * plan.product.m * plan.product.n * plan.group_ctas
+        rounds = -(-plan.group_ctas // APART_TOGETHER)
+        computing += apart + 1e6 * (2 * parts / APART_BANDWIDTH + rounds * APART_ROUND)
+    else:
+        computing += (publish if others else 0) + fixup * others
     reading = start + row.bytes / bandwidth / 1e6
     return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
 
@@ -150,7 +165,7 @@ def main(file: Path) -> None:
             for row in rows
         ]
 
-    guess = [4.0, 4.0, 4.0, 3.0, 0.05]
+    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0]
     for block_m, block_n in SHAPES:
         size = block_m * block_n / (128 * 256)
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]

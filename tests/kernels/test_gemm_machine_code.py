@@ -44,6 +44,7 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
         "out_unit": 0,
         "ahead": False,
         "streamed": True,
+        "apart": False,
         **more,
     }
     fixed = dict(constants(config, itemsize=itemsize, **options))
@@ -89,6 +90,7 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
                 ("128x256", {"out_unit": 1}),
                 ("64x64", {"ahead": True}),
                 ("128x256", {"streamed": False}),
+                ("64x128", {"streamed": False, "apart": True, "out": gl.float32}),
             )
         ),
     ],

@@ -42,6 +42,10 @@ L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass throu
 SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
 LAUNCH_SECONDS = 4.5e-6
 MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
+APART_ROWS = 64
+APART_BANDWIDTH = 5.0e12  # of parts that are written, and read by another launch
+APART_SECONDS = 2.0e-6
+APART_TOGETHER, APART_ROUND = 8, 0.6e-6  # parts that are read at a time, and how long that takes
 STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
@@ -109,6 +113,7 @@ class Machinery:
 
     streamed: how much longer a step takes where CTAs are at different places along K at one time, so
         that they share less of what the L2 cache holds.
+    apart: seconds of a launch that adds parts.
     """
 
     launch: float
@@ -116,6 +121,7 @@ class Machinery:
     bandwidth: float
     sharpness: float
     streamed: float
+    apart: float
     costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
     # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
     vendor: dict[int, Vendor] | None = None
@@ -137,7 +143,9 @@ def machinery(machine: Machine) -> Machinery:
         vendor = {int(unit): Vendor(**values) for unit, values in row.pop("vendor").items()}
         return Machinery(**row, vendor=vendor, costs=costs)
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
-    return Machinery(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, costs)
+    return Machinery(
+        LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS, costs
+    )
 
 
 def tiling_of(block_m: int, block_n: int, *, itemsize: int) -> Tiling:
@@ -218,6 +226,13 @@ def _run(
     return spans
 
 
+def is_apart(decomposition: Decomposition) -> bool:
+    """Whether the parts of tiles are stored by themselves and added by another launch, and not by the CTAs
+    that finish the tiles: where there are enough rows that few are stored for nothing.
+    """
+    return decomposition.scheme == "split-k" and decomposition.product.m >= APART_ROWS
+
+
 def predict(
     decomposition: Decomposition, machine: Machine, itemsize: int = 2, broken: float = 0.0
 ) -> float:
@@ -233,8 +248,13 @@ def predict(
     iteration *= 1 + known.streamed * (decomposition.scheme in STREAMED)
     computing = known.launch + iteration * decomposition.most_steps
     computing += costs.setup * decomposition.most_segments
-    computing += (costs.publish if others else 0.0) + costs.fixup * others
     product = decomposition.product
+    if is_apart(decomposition):
+        parts = 4.0 * product.m * product.n * decomposition.group_ctas
+        rounds = -(-decomposition.group_ctas // APART_TOGETHER)
+        computing += known.apart + 2 * parts / APART_BANDWIDTH + rounds * APART_ROUND
+    else:
+        computing += (costs.publish if others else 0.0) + costs.fixup * others
     moved = linear_work(product.m, product.k, product.n, itemsize).bytes
     reading = known.start + moved / known.bandwidth
     return _overlapped(computing, reading, known.sharpness)

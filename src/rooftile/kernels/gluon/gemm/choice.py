@@ -13,7 +13,10 @@ from rooftile.planning.stream_k import Product
 from rooftile.planning.tile_cost import predict_copies, predict_tiles
 
 TILES = ((64, 32), (64, 64), (128, 64))
-_MOST_TILE_STEPS = 64  # along k: what takes more is not launch-bound
+# Steps of 64 x 64 x 64 on each multiprocessor, more where pieces of fewer bytes are loaded: what
+# takes more is not launch-bound, and was not measured.
+_MOST_TILE_K = 4096
+_MOST_STEPS = {8: 60, 4: 30, 2: 30, 1: 10}
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def choose(
     few = plan_of_few_rows(m, n, k) if operands.unit == 8 else None
     if few is not None and few.seconds < seconds:
         best, seconds = few, few.seconds
-    if k <= _MOST_TILE_STEPS * 64:
+    if m * n * k <= _MOST_STEPS[operands.unit] * 64**3 * num_sms and k <= _MOST_TILE_K:
         machine = replace(H200, units=num_sms)
         for block_m, block_n in TILES:
             predicted = predict_tiles(Product(m, n, k), block_m, block_n, operands.unit, machine)

@@ -84,6 +84,7 @@ def constants(
     out_unit: int,
     ahead: bool,
     streamed: bool,
+    apart: bool,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `matmul_kernel`, in its order."""
     gated = activation.endswith("_and_mul")
@@ -108,4 +109,5 @@ def constants(
         ("out_unit", out_unit),
         ("ahead", ahead),
         ("streamed", streamed),
+        ("apart", apart),
     )

@@ -128,6 +128,8 @@ def multiply_share(
             row0 += group * R
         else:
             column0 += group * out_columns
+        if shares.apart:
+            row0 += shares.part() * (shares.tiles_m * problem.block_m)
         if shares.streamed:
             rows_left = problem.m - row0
             if last < shares.iterations.value:

@@ -18,6 +18,7 @@ from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_codes
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
 from rooftile.kernels.gluon.gemm.plan import Plan
+from rooftile.kernels.gluon.gemm.sums import add_parts
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan, row_unit
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
@@ -29,6 +30,7 @@ from rooftile.planning.stream_k_cost import broken_share
 
 FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
+_PART_COLUMNS = 4  # multiples of 16 bytes
 _TMA_BYTES = 16  # multiples that the copy engine can address
 # Predictions of plain products are too kind to us by up to 1.7x and cuBLAS is seldom beaten by much:
 # with this, what "auto" takes loses 1.8% on PEERS.md's list, 2.0% on decode shapes and 0.9% on random
@@ -77,12 +79,43 @@ def matmul(
         from rooftile.kernels.triton import gemm_tiles
 
         return gemm_tiles.matmul(a, b.T, bias, residual, activation, out_dtype, plan)
+    if plan.apart and (gated or scale_a is not None):
+        plan = plan.joined
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
     given = b
     (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
     copied = b is not given
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    if plan.apart:
+        columns = -(-n // _PART_COLUMNS) * _PART_COLUMNS
+        parts = torch.empty(
+            (plan.group_ctas, plan.part_rows, columns), dtype=torch.float32, device=a.device
+        )
+        _run(plan, (a, a_by_rows), (b, b_by_rows), parts.flatten(0, 1), n, not copied)
+        add_parts(parts, out, None if bias is None else bias.contiguous(), residual, activation)
+        return out
+    _run(
+        plan, (a, a_by_rows), (b, b_by_rows), out, n, not copied, bias, residual,
+        (scale_a, scale_b), activation,
+    )  # fmt: skip
+    return out
+
+
+def _run(
+    plan: Plan,
+    a_operand: tuple[Tensor, bool],  # [m, k], whether it lies by rows
+    b_operand: tuple[Tensor, bool],  # [k, n]
+    out: Tensor,  # [m, n of the result]; or where parts are stored by themselves, these
+    n: int,
+    where_it_lay: bool,  # b is no copy
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    activation: str = "none",
+) -> None:
+    (a, a_by_rows), (b, b_by_rows) = a_operand, b_operand
+    (m, k), (scale_a, scale_b) = a.shape, scales
     a_rows = plan.a_rows(a_by_rows)
     launch = _launch(
         plan,
@@ -96,9 +129,9 @@ def matmul(
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
         out.stride(0),
-        are_weights_at_rest() and not copied,
+        are_weights_at_rest() and where_it_lay,
     )
-    if plan.stream_tiles:
+    if plan.stream_tiles and not plan.apart:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
     else:
         parts = _no_parts(a.device)
@@ -116,7 +149,6 @@ def matmul(
     except BaseException:
         discard_flags(a.device)
         raise
-    return out
 
 
 def _choose(
@@ -164,6 +196,7 @@ def _launch(
     assert in_dtype is not None
     assert out_dtype is not None
     gated = reference.is_gated(activation)
+    out_m = plan.group_ctas * plan.part_rows if plan.apart else m
     out_n = n // 2 if gated else n
     block_k = config.block_k(in_dtype.itemsize)
     boxes = config.b_boxes(gated, b_layout[1])
@@ -184,7 +217,8 @@ def _launch(
         has_scales=scale_dims[0] is not None,
         out_unit=0 if addressable else unit // out_dtype.itemsize,
         ahead=at_rest,
-        streamed=plan.stream_tiles > 0,
+        streamed=plan.stream_tiles > 0 and not plan.apart,
+        apart=plan.apart,
     )
     return Launch(
         matmul_kernel,
@@ -195,11 +229,14 @@ def _launch(
             _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
             _describe(in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes)),
             _describe(
-                out_dtype, (m, out_n), (out_stride if addressable else _LINE_BYTES, True), out_box
+                out_dtype,
+                (out_m, out_n),
+                (out_stride if addressable else _LINE_BYTES, True),
+                out_box,
             ),
         ),
         (
-            *(m, n, out_stride, residual_stride or 0),
+            *(out_m, n, out_stride, residual_stride or 0),
             *(int(bool(dim)) for dim in scale_dims),
             *(plan.tiles_m * plan.tiles_n, plan.tiles_m),
             *divisor_fields(plan.band),

@@ -105,6 +105,7 @@ def matmul_kernel(
     out_unit: gl.constexpr,
     ahead: gl.constexpr,
     streamed: gl.constexpr,
+    apart: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -149,6 +150,7 @@ def matmul_kernel(
         Divisor(group_ctas, group_ctas_factor, group_ctas_shift),
         group_steps,
         streamed,
+        apart,
     )
     ring = new_operand_ring(
         a_desc, b_desc, block_m if a_by_rows else block_k, b_boxes, not b_by_rows, stages, GROUPS

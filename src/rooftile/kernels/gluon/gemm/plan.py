@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import sqrt
 
 from rooftile.kernels.gluon.gemm.config import CONFIGS, Config
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, data_parallel
-from rooftile.planning.stream_k_cost import choose, predict
+from rooftile.planning.stream_k_cost import choose, is_apart, predict
 
 _FEW_ROWS = 64
 
@@ -19,6 +19,7 @@ class Plan:
     """The numbers of planning/stream_k.py: Decomposition that the kernel gets.
 
     band: rows of tiles that are walked together.
+    apart: parts of tiles are stored by themselves and added by another launch (sums.py).
     seconds: that it is predicted to take.
     """
 
@@ -32,6 +33,7 @@ class Plan:
     group_ctas: int
     group_tiles: int
     band: int
+    apart: bool = False
     seconds: float = 0.0
 
     def a_rows(self, by_rows: bool) -> int:
@@ -41,6 +43,16 @@ class Plan:
         if not by_rows or self.m > self.config.block_m:
             return self.config.block_m
         return max(1 << (self.m - 1).bit_length(), 8)
+
+    @cached_property
+    def joined(self) -> Plan:
+        """The same with parts that are added where a tile is finished."""
+        return replace(self, apart=False)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a part of all tiles, where parts are stored by themselves."""
+        return self.tiles_m * self.config.block_m
 
     @property
     def part_elements(self) -> int:
@@ -63,6 +75,7 @@ def plan_of(config: Config, decomposition: Decomposition, seconds: float = 0.0) 
         decomposition.group_ctas,
         decomposition.group_tiles,
         max(band, 1),
+        is_apart(decomposition),
         seconds,
     )
 

@@ -32,6 +32,7 @@ class Shares:
     group_ctas: Divisor
     group_steps: gl.tensor
     streamed: gl.constexpr  # there is a line
+    apart: gl.constexpr  # every CTA has one segment: a part, stored by itself
 
     @gluon.jit
     def bound(self, cta):
@@ -44,6 +45,8 @@ class Shares:
     def first(self):
         """This CTA's piece of the line, and its first whole tile."""
         cta = gl.program_id(0)
+        if self.apart:
+            return self.bound(cta), self.bound(cta + 1), self.num_tiles
         if not self.streamed:
             return 0 * cta, 0 * cta, cta
         return self.bound(cta), self.bound(cta + 1), self.stream_tiles + cta
@@ -51,6 +54,10 @@ class Shares:
     @gluon.jit
     def take(self, begin, end, whole):
         """The next segment: tile, first step, last step (exclusive); and what is left."""
+        if self.apart:
+            tile = self.group_ctas.divide(gl.program_id(0))
+            start = tile * self.iterations.value
+            return tile, begin - start, end - start, begin, whole
         if not self.streamed:
             return whole, 0 * whole, self.iterations.value, end, whole + gl.num_programs(0)
         streamed = end > begin
@@ -61,6 +68,12 @@ class Shares:
         end = gl.where(streamed, start + first, end)
         whole = gl.where(streamed, whole, whole + gl.num_programs(0))
         return tile, first, last, end, whole
+
+    @gluon.jit
+    def part(self):
+        """Which part of its tile this CTA has, where parts are stored by themselves."""
+        cta = gl.program_id(0)
+        return cta - self.group_ctas.divide(cta) * self.group_ctas.value
 
     @gluon.jit
     def corner(self, tile):
