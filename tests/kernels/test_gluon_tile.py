@@ -64,6 +64,36 @@ def test_online_softmax(lazy: bool, sink: float | None, seed: int) -> None:
     assert torch.allclose(softmax.lse().double(), logits.logsumexp(1), atol=1e-5)
 
 
+@given(
+    anchors=st.sets(st.integers(0, 3)),
+    steep=st.sampled_from([0.0, 5.0, 60.0]),
+    seed=st.integers(0, 99),
+)
+def test_anchored_softmax(anchors: set[int], steep: float, seed: int) -> None:
+    """Exact where sums stay below OVERFLOW, and told apart where they do not."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(16, 128, generator=generator) + steep * torch.arange(128) / 32
+    scores[3] = -math.inf
+    values = torch.randn(128, 4, generator=generator)
+    softmax, o = SOFTMAX.start_softmax(16, None), torch.zeros(16, 4)
+    for part in range(4):
+        block = slice(32 * part, 32 * part + 32)
+        if part == 0 or part in anchors:
+            alpha, softmax = softmax.anchor(tile(scores[:, block]), 1.4426950408889634)
+            o = SOFTMAX.rescale(tile(o), alpha, 4, False)
+        p, softmax = softmax.weigh(tile(scores[:, block]), 1.4426950408889634, 0)
+        o = o + p @ values[block]
+    trusted = (softmax.total <= SOFTMAX.OVERFLOW).as_subclass(torch.Tensor)
+    assert bool(trusted[3])
+    if steep < 10 or anchors >= {1, 2, 3}:
+        assert bool(trusted.all())
+    o = o * softmax.reciprocal()[:, None]
+    expected = torch.softmax(scores.double(), 1).nan_to_num(0) @ values.double()
+    assert torch.allclose(o.double()[trusted], expected[trusted], atol=1e-5)
+    lse = scores.double().logsumexp(1)
+    assert torch.allclose(softmax.lse().double()[trusted], lse[trusted], atol=1e-5)
+
+
 @given(x=st.floats(-300, 300), cap=st.sampled_from([0.5, 20.0, 50.0]))
 def test_soft_cap(x: float, cap: float) -> None:
     got = SOFTMAX.soft_cap(tile(torch.tensor([x])), 1 / cap, cap)

@@ -16,6 +16,10 @@ are ordered by a small kernel on the device, so nothing waits for the host.
 | kernel.py | shared memory, barriers, roles |
 | problem.py | what every role knows; which tile is which |
 | producer.py, consumer.py | the two roles |
+| scores.py | from products to scores: soft cap, ALiBi, functions of the caller, what is hidden |
+| again.py | a tile once more where an anchored maximum did not hold |
+| mods.py | functions of the caller, on the host |
+| sequences.py | which sequence of a ragged batch a tile belongs to |
 | tile_list.py | the order of a ragged batch's tiles |
 """
 

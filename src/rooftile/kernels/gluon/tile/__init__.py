@@ -6,7 +6,8 @@
 | `take_turn`, `pass_turn` | barrier.py | ping-pong: warpgroups that use a unit one after another |
 | `coordinates`, `describe` | rows.py | tiles of dense or ragged rows that the hardware clips |
 | `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
-| `OnlineSoftmax` | softmax.py | running row maximum and sum, lazy rescaling, software exp2 |
+| `multiply_used`, `add_output` | halves.py | products over half or three quarters of a tile's columns |
+| `OnlineSoftmax` | softmax.py | running or anchored row maximum, sum, lazy rescaling, software exp2 |
 | `visible`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
 | `describe_matrix` | matrix.py | tiles of a matrix |
 | `let_dependents_start`, `await_kernels_before` | dependent.py | a kernel under the end of another |

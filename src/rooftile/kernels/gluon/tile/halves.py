@@ -30,10 +30,11 @@ from rooftile.kernels.gluon.tile.softmax import rescale
 
 @gluon.jit
 def multiply_used(a, b, acc, used: gl.constexpr):
-    """Starts acc = a[:, :used] @ b[:, :used]^T; a [64, K] and b [N, K] in shared memory."""
+    """Starts acc = a[:, :used] @ b[:, :used]^T; a [64, K] and b [N, K or wider] in shared memory."""
     half: gl.constexpr = a.shape[1] // 2
     if used == a.shape[1]:
-        return multiply(a, b.permute((1, 0)), acc, use_acc=False)
+        whole = b if b.shape[1] == used else b.slice(0, used, 1)
+        return multiply(a, whole.permute((1, 0)), acc, use_acc=False)
     else:
         acc = multiply(a.slice(0, half, 1), b.slice(0, half, 1).permute((1, 0)), acc, use_acc=False)
         if used > half:

@@ -7,6 +7,14 @@
         o = o + p @ v(i)
     out = o * softmax.reciprocal()
 
+Or, anchored: the maximum follows only where it is asked to, and sums above `OVERFLOW` at the end (NaN
+too) say that a row must be computed again.
+
+        if i == 0:
+            alpha, softmax = softmax.anchor(scores(i), factor)
+            o = rescale(o, alpha, 64, lazy=False)
+        p, softmax = softmax.weigh(scores(i), factor, software_share=0)
+
 `factor` turns raw scores into log2 units (softmax_scale * log2 e). The maximum starts at -1e30
 rather than -inf, so that rows which see nothing give p = 0 and alpha = 1 without a NaN. A sink is
 the start m = sink, l = 1.
