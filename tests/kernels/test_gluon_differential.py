@@ -141,6 +141,36 @@ def test_ragged(
     assert bool((got[0][sum(q_lens) :] == 0).all())
 
 
+@pytest.mark.parametrize("which", [(1,), (2,), (1, 2)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_scores_that_rise_far_above_those_of_the_last_keys(
+    which: tuple[int, ...], ragged: bool
+) -> None:
+    """By more than 2^64: weights under the maximum of a tile's first blocks would overflow."""
+    g = torch.Generator().manual_seed(0)
+    q1, q2 = (draw(g, torch.bfloat16, 2, 150, 4, 64) for _ in range(2))
+    k1, k2 = (draw(g, torch.bfloat16, 2, 300, 2, 64) for _ in range(2))
+    for number, k in ((1, k1), (2, k2)):
+        if number in which:
+            k[1, 3:9] *= 100
+    v, lam = draw(g, torch.bfloat16, 2, 300, 2, 128), torch.rand(4, generator=g)
+    tensors = (q1, k1, q2, k2, v)
+
+    def exact(lam: Tensor) -> Any:
+        wide = [x.double() for x in tensors]
+        return reference.differential_attention(*wide, lam.double(), -1, 0, 0.125)
+
+    with simulation(residency=1):
+        if ragged:
+            cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (150, 300)]
+            flat = [x.flatten(0, 1) for x in tensors]
+            got = KERNEL.differential_attention_varlen(*flat, lam, *cu, 150, 300, -1, 0, 0.125)
+            got = [x.unflatten(0, (2, 150)) for x in got]
+        else:
+            got = KERNEL.differential_attention(*tensors, lam, -1, 0, 0.125)
+    assert_close(got, exact(lam), size_of_both(exact, lam))
+
+
 @pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice
 def test_any_order_of_events(seed: int) -> None:
     g = torch.Generator().manual_seed(0)

@@ -100,7 +100,7 @@ def _dense(
     q1, q2, k1, k2, v = tensors
     batch, q_len, num_pairs, k_dim = q1.shape
     kv_len, num_kv_pairs, v_dim = v.shape[1:]
-    config = config_of(k_dim, v_dim, shared_keys)
+    config = config_of(k_dim, v_dim, shared_keys, q1.dtype == torch.float16)
     q_tiles = -(-q_len // ROWS)
     num_tiles = q_tiles * batch * num_pairs
     pairs_at_a_time = 1
@@ -123,6 +123,7 @@ def _dense(
             *(describe(x, config.block, config.k_dim) for x in (k1, k2)),
             describe(v, config.block, config.v_dim),
             describe(out, ROWS, config.v_dim),
+            *(describe(x, ROWS, config.v_dim) for x in (k1, k2, v)),
         ),
         (
             *(num_tiles, num_pairs, group_size, q_len, kv_len, q_tiles, batch * num_pairs, section),
@@ -134,7 +135,7 @@ def _dense(
     def run(tensors: Tensors, lam: Tensor, lengths: object) -> Outputs:
         out, lse1, lse2 = _outputs(tensors)
         drawn = counter(lam.device) if dynamic else lse1
-        launch((*tensors, out), (lse1, lse2, lam, drawn))
+        launch((*tensors, out, *tensors[2:]), (lse1, lse2, lam, drawn))
         return out, lse1, lse2
 
     return run
@@ -147,7 +148,7 @@ def _ragged(
     q1, q2, k1, k2, v = tensors
     tokens, num_pairs, k_dim = q1.shape
     num_kv_pairs, v_dim = v.shape[1:]
-    config, device = config_of(k_dim, v_dim, shared_keys), q1.device
+    config, device = config_of(k_dim, v_dim, shared_keys, q1.dtype == torch.float16), q1.device
     # Every sequence, and the padding after the last, ends in at most one tile that is not full.
     capacity = tokens // ROWS + min(batch + 1, tokens)
     list_tiles = Launch(
@@ -164,6 +165,7 @@ def _ragged(
             *(describe_ragged(x, config.block, config.k_dim) for x in (k1, k2)),
             describe_ragged(v, config.block, config.v_dim),
             describe_ragged(q1.new_empty(tokens, num_pairs, v_dim), ROWS, config.v_dim),
+            *(describe_ragged(x, ROWS, config.v_dim) for x in (k1, k2, v)),
         ),
         (
             *(0, num_pairs, num_pairs // num_kv_pairs, 0, 0, 0, 0, 0),
@@ -177,7 +179,7 @@ def _ragged(
         out, lse1, lse2 = _outputs(tensors)
         entries = lam.new_empty(1 + capacity, NUM_FIELDS, dtype=torch.int32)
         list_tiles((), (entries, *lengths))
-        launch((*tensors, out), (lse1, lse2, lam, entries))
+        launch((*tensors, out, *tensors[2:]), (lse1, lse2, lam, entries))
         return out, lse1, lse2
 
     return run

@@ -32,6 +32,9 @@ def differential_kernel(
     k2_desc,
     v_desc,
     o_desc,
+    k1_64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
+    k2_64_desc,
+    v64_desc,
     lse1,  # pointers, see Pair
     lse2,
     lam,
@@ -57,6 +60,7 @@ def differential_kernel(
     q_stages: gl.constexpr,
     turns: gl.constexpr,
     lazy: gl.constexpr,
+    anchored: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
     ragged: gl.constexpr,
@@ -103,7 +107,7 @@ def differential_kernel(
         lazy,
         k_dim,
         v_dim,
-        False,
+        anchored,
         False,
         0,
         False,
@@ -121,8 +125,21 @@ def differential_kernel(
     hand_over = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(hand_over.index(0), count=1)
     mbarrier.init(hand_over.index(1), count=1)
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed.index(0), count=1)
+    mbarrier.init(landed.index(1), count=1)
     pair = Pair(
-        *(lse1, lse2, lam, lam_batch_stride, lam_stride, lam_pair_stride, o_tile, hand_over),
+        *(
+            lse1,
+            lse2,
+            lam,
+            lam_batch_stride,
+            lam_stride,
+            lam_pair_stride,
+            o_tile,
+            hand_over,
+            landed,
+        ),
         shared_keys,
     )
     queue = new_queue(counter, FIELDS, 2, dynamic)
@@ -132,11 +149,17 @@ def differential_kernel(
         [
             (
                 attend_half,
-                (problem, pair, queue, o_desc, q1_ring, k1_ring, v_ring, gl.constexpr(0)),
+                (
+                    problem, pair, queue, o_desc, k1_64_desc, v64_desc, q1_ring, k1_ring, v_ring,
+                    gl.constexpr(0),
+                ),
             ),
             (
                 attend_half,
-                (problem, pair, queue, o_desc, q2_ring, k2_ring, v_ring, gl.constexpr(1)),
+                (
+                    problem, pair, queue, o_desc, k2_64_desc, v64_desc, q2_ring, k2_ring, v_ring,
+                    gl.constexpr(1),
+                ),
             ),
             (
                 load_pairs,
@@ -164,6 +187,7 @@ def constants(
         ("q_stages", config.q_stages),
         ("turns", config.turns),
         ("lazy", config.lazy),
+        ("anchored", config.anchored),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),
         ("ragged", ragged),

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from rooftile.kernels.gluon.attention.again import attend_again
 from rooftile.kernels.gluon.attention.consumer import attend_overlapped
 from rooftile.kernels.gluon.attention.problem import (
     BATCH,
@@ -33,7 +34,7 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
-from rooftile.kernels.gluon.tile.softmax import start_softmax
+from rooftile.kernels.gluon.tile.softmax import OVERFLOW, OnlineSoftmax, start_softmax
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
 
@@ -49,6 +50,7 @@ class Pair:
     lam_pair_stride: gl.tensor
     o_tile: gl.shared_memory_descriptor  # box of the output: first lam times the second output
     hand_over: gl.shared_memory_descriptor  # [2, 1] barriers: o_tile is free, it is written
+    landed: gl.shared_memory_descriptor  # [2, 1] barriers of a second pass over a tile
     shared_keys: gl.constexpr
 
 
@@ -82,7 +84,8 @@ def load_pairs(
     while t < problem.num_tiles:
         first, blocks = problem.keys(row0, q_len, kv_len)
         kv_head = head // problem.group_size
-        queue.send(slot, (blocks, batch, head, row0, q_start, q_len, kv_len, first))
+        place = kv_start if problem.ragged else batch
+        queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
         at = coordinates(problem.ragged, batch, head, q_start, q_len, row0)
         q1_ring.acquire(q_turn)
         q1_ring.load(q_turn, q1_desc, at)
@@ -106,7 +109,9 @@ def load_pairs(
 
 
 @gluon.jit
-def attend_half(problem, pair, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexpr):
+def attend_half(
+    problem, pair, queue, o_desc, k64_desc, v64_desc, q_ring, k_ring, v_ring, group: gl.constexpr
+):
     """The consumer of a pair's first (group 0) or second softmax."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
@@ -124,7 +129,7 @@ def attend_half(problem, pair, queue, o_desc, q_ring, k_ring, v_ring, group: gl.
     queue.arrived(slot)
     blocks = queue.field(slot, BLOCKS)
     while blocks > 0:
-        batch = queue.field(slot, BATCH)
+        place = queue.field(slot, BATCH)
         head = queue.field(slot, HEAD)
         row0 = queue.field(slot, ROW0)
         q_start = queue.field(slot, Q_START)
@@ -145,6 +150,10 @@ def attend_half(problem, pair, queue, o_desc, q_ring, k_ring, v_ring, group: gl.
             problem.has_left,
             problem.has_right,
         )
+        end = kv_len
+        if problem.has_right:
+            end = gl.minimum(end, row0 + offset + problem.right + 1)
+        anchor = gl.maximum(end - 1, 0) // block
         q_ring.arrived(q_turn)
         o, weights, v_fill, softmax, fill = attend_overlapped(
             problem,
@@ -167,7 +176,36 @@ def attend_half(problem, pair, queue, o_desc, q_ring, k_ring, v_ring, group: gl.
             group,
             S,
             O,
+            anchor=anchor,
         )
+        o, weights = wait(0, deps=[o, weights])
+        v_ring.release(v_fill)
+        batch = 0 if problem.ragged else place
+        if group == 1:
+            mbarrier.wait(pair.hand_over.index(0), phase)
+        if problem.anchored:
+            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
+            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+            if too_large:
+                o, maximum, total = attend_again(
+                    problem,
+                    k64_desc,
+                    v64_desc,
+                    pair.landed.index(group),
+                    q_ring.tile(q_turn),
+                    pair.o_tile,
+                    place,
+                    head,
+                    row0,
+                    q_len,
+                    kv_len,
+                    None,
+                    dtype,
+                    v_dim,
+                )
+                softmax = OnlineSoftmax(
+                    gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+                )
         q_ring.release(q_turn)
         q_turn = problem.next_q(q_turn)
         token = (batch * problem.q_len + q_start + rows).to(gl.int64)
@@ -184,9 +222,6 @@ def attend_half(problem, pair, queue, o_desc, q_ring, k_ring, v_ring, group: gl.
             share = gl.load(pair.lam + at, mask=(rows < q_len) & (softmax.total > 0.0), other=0.0)
             gl.store(pair.lse2 + at_lse, softmax.lse(), mask=rows < q_len)
             scale = scale * share
-            mbarrier.wait(pair.hand_over.index(0), phase)
-        o, weights = wait(0, deps=[o, weights])
-        v_ring.release(v_fill)
         o = o * gl.expand_dims(gl.convert_layout(scale, rows_of(O)), 1)
         if group == 0:
             mbarrier.wait(pair.hand_over.index(1), phase)
