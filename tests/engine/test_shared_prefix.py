@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rooftile.engine import device_runner, scheduled_step
 from rooftile.engine.device_runner import DeviceRunner
@@ -111,3 +116,35 @@ def test_nothing_is_looked_for_where_nothing_is_shared(
     found.clear()  # warming up ran the shapes that share
     llm.generate([[1] * 9, [2] * 9], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert found == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    common=st.lists(st.integers(0, 10), min_size=12, max_size=12),
+)
+def test_what_is_spared_is_what_the_device_will_find(lengths: list[int], common: list[int]) -> None:
+    """Each request begins with some of the pages of the one before, and one query."""
+    page_size, fresh = 4, itertools.count()
+    tables: list[list[int]] = []
+    for length, shared in zip(lengths, common, strict=False):
+        pages = -(-length // page_size)
+        kept = tables[-1][: min(shared, pages)] if tables else []
+        tables.append([*kept, *(next(fresh) for _ in range(pages - len(kept)))])
+    table = torch.full((len(tables), 10), -1, dtype=torch.int32)
+    for row, pages_of in enumerate(tables):
+        table[row, : len(pages_of)] = torch.tensor(pages_of, dtype=torch.int32)
+    starts, kv_lens = (
+        torch.tensor(x, dtype=torch.int32) for x in (range(len(tables) + 1), lengths)
+    )
+    batch = PagedBatch(starts, kv_lens, table, max_q_len=1, max_kv_len=40)
+    prefix = prefixes_of(batch, page_size, 4)
+    members = prefix.first.diff().clamp(min=1) - 1
+
+    keys = [0]
+    for i, (one, other) in enumerate(itertools.pairwise(tables)):
+        whole = (min(lengths[i : i + 2]) - 1) // page_size
+        keys.append(scheduled_step._agreeing(one, other, whole) * page_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduled_step, "LEAST_COMMON", 4)
+        patch.setattr(scheduled_step, "LEAST_SAVED", 1)
+        assert scheduled_step._spared(keys) == int((members * prefix.lens).sum())
