@@ -89,9 +89,11 @@ def _dequantise():
 @gluon.jit
 def fetch_codes(
     words, scales, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
-    warps_k: gl.constexpr,
+    warps_k: gl.constexpr, even: gl.constexpr,
 ):  # fmt: skip
     """Words and scales [warps_k, tile, blocks, 4, 4] of k0 on, 0 beyond k.
+
+    even: nothing is beyond k.
 
     words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4]
     bfloat16.
@@ -105,8 +107,11 @@ def fetch_codes(
     word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
     scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
     scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
-    inside = (block * BLOCK < k) & (row >= 0)
-    return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
+    if even:
+        return gl.load(word_at), gl.load(scale_at)
+    else:
+        inside = (block * BLOCK < k) & (row >= 0)
+        return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
 
 
 @gluon.jit

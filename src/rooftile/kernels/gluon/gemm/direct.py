@@ -142,20 +142,24 @@ def direct_kernel(
     await_kernels_before()
     acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
     if codes and early:
-        word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
+        word, scale = fetch_codes(
+            x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k, even
+        )
     for k0 in range(0, k, warps_k * tile_k):
         if codes and not early:
             word, scale = fetch_codes(
-                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
+                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, even
             )
         b = _operand(
             y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
         )
         if codes:
             following = k0 + warps_k * tile_k
+            if even:  # after the last: the last again
+                following = gl.minimum(following, k - warps_k * tile_k)
             if early:
                 next_word, next_scale = fetch_codes(
-                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k
+                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k, even
                 )
             a = dequantised(word, scale, left)
             if early:

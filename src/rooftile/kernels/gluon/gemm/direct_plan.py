@@ -33,7 +33,7 @@ class DirectPlan:
 # Of a launch, and of bytes: fitted to 8 layers of Llama-8B and Qwen-0.6B at one row.
 _SECONDS, _BANDWIDTH = 7.0e-6, 3.6e12
 _MOST_FEW_ROWS = 8
-_MANY_ROWS = 16 * 3 * 132  # three tiles for every multiprocessor of an H200
+_EARLY_TILES = 2 * 132  # two for every multiprocessor of an H200
 # Larger weights: the Stream-K kernel, which reads them under the end of the kernel before.
 _MOST_WEIGHTS = 8_000_000
 
@@ -49,6 +49,9 @@ def plan_of_few_rows(m: int, n: int, k: int) -> DirectPlan | None:
 def plan_of_codes(m: int, n: int) -> DirectPlan:
     """For a weight [n, k] in int4 and m rows of activations. The order of a sum depends on n alone."""
     tile_y = 8 if m <= 8 else 16
-    if n >= _MANY_ROWS:  # enough tiles to hide what one waits for
-        return DirectPlan(16, tile_y, 256, 4, transposed=True)
-    return DirectPlan(16, tile_y, 256, 8, transposed=True, early=True)
+    tiles = -(-n // 16)
+    # Tiles that all run at one time have their codes fetched early; more of them, with the fewer
+    # registers of those that do not, hide each other's waiting.
+    if tiles <= _EARLY_TILES:
+        return DirectPlan(16, tile_y, 256, 8, transposed=True, early=True)
+    return DirectPlan(16, tile_y, 256, 8 if tiles <= 2 * _EARLY_TILES else 4, transposed=True)
