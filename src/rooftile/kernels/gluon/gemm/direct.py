@@ -2,14 +2,16 @@
 
     acc[x, y] = sum over k of x[x, k] y[y, k]
 
-For few rows (decoding) x is the weight, so that its rows fill the tensor core's sixteen and y's eight columns
-are enough for one row of activations; for small products x and y are a and b. The warps of a CTA share k: every
-warp multiplies the whole tile over slices of its own, and the sums are added at the end, so no other CTA takes
-part. What costs time in a small product is latency, and this one waits for memory once or twice in all.
+For few rows (decoding) x is the weight, so that its rows fill the tensor core's sixteen and y's eight
+columns are enough for one row of activations; for small products x and y may be a and b. The warps of
+a CTA share k: every warp multiplies the whole tile over slices of its own, and the sums are added at
+the end, so no other CTA takes part. What costs time in a small product is latency, and this one waits
+for memory once or twice in all.
 
-Both operands must have k as their contiguous dimension. A thread reads eight elements along k at a time,
-and the tensor core may take k in any order as long as both operands do the same. Rows that begin on no multiple of 16 bytes are read in
-smaller units, a warp along a row, and turned around in shared memory. Weights may be int4 (`codes`).
+Both operands must have k as their contiguous dimension. A thread reads eight elements along k at a
+time: the tensor core may take k in any order as long as both operands do the same. Rows that begin on
+no multiple of 16 bytes are read in smaller units, a warp along a row, and turned around in shared
+memory. Weights may be int4 (codes.py).
 """
 # mypy: disable-error-code="no-untyped-def"
 
