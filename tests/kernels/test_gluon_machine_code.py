@@ -61,7 +61,14 @@ def compiled(
     config = CONFIGS[config] if isinstance(config, str) else config
     leading = [1] * (3 if features["ragged"] else 2)
     types = dict.fromkeys(attention_kernel.arg_names, "i32")
-    boxes = {"q": 64, "k": config.block, "v": config.block, "o": 64, "k64": 64, "v64": 64}
+    boxes = {
+        "q": 64,
+        "k": config.block,
+        "v": config.block,
+        "o": 64,
+        "k_again": config.again_rows,
+        "v_again": config.again_rows,
+    }
     for x, rows in boxes.items():
         types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
     types |= {
@@ -78,7 +85,7 @@ def compiled(
     } | (more_types or {})
     values = dict(constants(config, **features, **changes))
     if not config.anchored:
-        values |= {"k64_desc": None, "v64_desc": None}
+        values |= {"k_again_desc": None, "v_again_desc": None}
     return compile_for_hopper(
         attention_kernel,
         types,
@@ -102,11 +109,20 @@ def compiled(
         ("128 anchored", PLAIN),
         ("128 anchored", RAGGED),
         *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
-        *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),
+        *(
+            pytest.param(name, RAGGED, marks=pytest.mark.slow)
+            for name in ("64", "64 short", "256")
+        ),
         pytest.param("256", PLAIN, marks=pytest.mark.slow),
-        *(pytest.param(name, ALIBI, marks=pytest.mark.slow) for name in CONFIGS if name in BIASED),
+        *(
+            pytest.param(name, ALIBI, marks=pytest.mark.slow)
+            for name in CONFIGS
+            if name in BIASED
+        ),
     ],
-    ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
+    ids=lambda x: (
+        x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain"
+    ),
 )
 def test_attention(name: str, features: dict[str, bool]) -> None:
     code = compiled(name, features)
@@ -134,15 +150,24 @@ def check_loops(code: MachineCode, config: Config) -> None:
         # registers run short.
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
         if loop.count("HGMMA.64x") and config.overlapped:
-            assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
+            assert (
+                loop.overlapped_exponentials() >= exponentials
+                or loop.count("MUFU.EX2") < 8
+            )
 
 
 @pytest.mark.parametrize(
     ("name", "dims", "steps"),  # steps: of 16 columns, in the products of a block
-    [("128", (96, 96), 6 + 16), ("256", (192, 192), 12 + 8), ("256", (192, 128), 12 + 4)],
+    [
+        ("128", (96, 96), 6 + 16),
+        ("256", (192, 192), 12 + 8),
+        ("256", (192, 128), 12 + 4),
+    ],
     ids=str,
 )
-def test_head_dims_between_powers_of_two(name: str, dims: tuple[int, int], steps: int) -> None:
+def test_head_dims_between_powers_of_two(
+    name: str, dims: tuple[int, int], steps: int
+) -> None:
     code = compiled(name, PLAIN, k_dim=dims[0], v_dim=dims[1])
     check_loops(code, CONFIGS[name])
     assert [loop.count("HGMMA") for loop in code.product_loops()[:2]] == [steps, steps]
@@ -163,7 +188,9 @@ def _double(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearer(s, b, h, i, j, slopes):  # type: ignore[no-untyped-def]
-    return tl.where(i > j, _double(s), s - tl.load(slopes + h) * tl.abs(i - j) + tl.exp(-s))
+    return tl.where(
+        i > j, _double(s), s - tl.load(slopes + h) * tl.abs(i - j) + tl.exp(-s)
+    )
 
 
 @triton.jit
@@ -187,7 +214,11 @@ def test_functions_of_the_caller(dim: int) -> None:
 def test_half_precision_compiles_too() -> None:
     code = compiled("128", PLAIN, dtype=gl.float16)
     assert code.spills() == 0
-    assert any(".F16" in x.name or "F32" in x.name for x in code.instructions if "HGMMA" in x.name)
+    assert any(
+        ".F16" in x.name or "F32" in x.name
+        for x in code.instructions
+        if "HGMMA" in x.name
+    )
 
 
 def test_the_list_of_ragged_tiles() -> None:

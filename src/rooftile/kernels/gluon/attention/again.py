@@ -39,7 +39,7 @@ def _load(desc, at, landed, box, phase: gl.constexpr):
 @gluon.jit
 def attend_again(
     problem,
-    k_desc,  # boxes of 64 rows
+    k_desc,  # in boxes of as many rows as there is room for: 64 or 32
     v_desc,
     landed,  # a barrier
     q,  # shared tile [64, k_dim]
@@ -53,14 +53,15 @@ def attend_again(
     dtype: gl.constexpr,
     v_dim: gl.constexpr,
 ):
-    """Output [64, v_dim] and softmax of 64 query rows under a running maximum, one block of 64 keys
+    """Output [64, v_dim] and softmax of 64 query rows under a running maximum, one box of keys
     after the other. Nothing overlaps: it is for scores that rise by more than 2^64 (44 in natural
     units) above those of the tile's first keys."""
-    S: gl.constexpr = accumulator_layout(GROUP_ROWS)
+    block: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
+    S: gl.constexpr = accumulator_layout(block)
     O: gl.constexpr = output_layout(v_dim, problem.v_used)  # noqa: E741
-    columns = gl.arange(0, GROUP_ROWS, columns_of(S))
+    columns = gl.arange(0, block, columns_of(S))
     rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
-    tile = box.reshape([GROUP_ROWS, v_dim])
+    tile = box.reshape([block, v_dim])
     offset = kv_len - q_len
     kv_head = head // problem.group_size
     first, blocks = key_range(
@@ -70,7 +71,7 @@ def attend_again(
         kv_len,
         problem.left,
         problem.right,
-        GROUP_ROWS,
+        block,
         problem.has_left,
         problem.has_right,
     )
@@ -78,13 +79,13 @@ def attend_again(
     o = zero_output(v_dim, problem.v_used)
     tma_store_wait(0)  # the output of the tile before has left the box
     for n in range(first, first + blocks):
-        at = coordinates(problem.ragged, place, kv_head, place, kv_len, n * GROUP_ROWS)
+        at = coordinates(problem.ragged, place, kv_head, place, kv_len, n * block)
         _load(k_desc, at, landed, box, 0)
-        s = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, S)
+        s = gl.zeros([GROUP_ROWS, block], gl.float32, S)
         s = multiply_used(q, tile, s, problem.k_used)
         s = wait(0, deps=[s])
-        s, factor = adjusted(problem, s, slope, rows + offset, n * GROUP_ROWS + columns)
-        s = hide(problem, s, rows, n * GROUP_ROWS + columns, offset, kv_len)
+        s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
+        s = hide(problem, s, rows, n * block + columns, offset, kv_len)
         p, alpha, softmax = softmax.step(s, factor, False, 0)
         o = scale_output(o, alpha, v_dim, problem.v_used, False)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))

@@ -16,20 +16,34 @@ class Config:
     consumer_registers: int
     producer_registers: int
     turns: int = 1
-    overlapped: bool = True  # the softmax of a block runs under the product of the one before
+    overlapped: bool = (
+        True  # the softmax of a block runs under the product of the one before
+    )
     ctas: int = 1  # that share an SM
     lazy: bool = True
     anchored: bool = (
         False  # the row maximum is that of a tile's first keys, see OnlineSoftmax.weigh
     )
-    sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
+    sums_in_parts: bool = (
+        False  # lanes exchange their sums once a tile, not once a block
+    )
     software_share: int = 0
-    early: bool = False  # a dense call's CTAs load their first tile before they have roles
+    early: bool = (
+        False  # a dense call's CTAs load their first tile before they have roles
+    )
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
-    in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
-    dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
-    dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
-    last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
+    in_turn: int = (
+        256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
+    )
+    dynamic: str = (
+        "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
+    )
+    dependent: bool = (
+        True  # starts under the end of the kernel before: tile/dependent.py
+    )
+    last_rounds: int | None = (
+        None  # drawn tiles are the last so many of a CTA's, None: all it can
+    )
 
     def __post_init__(self) -> None:
         if self.overlapped and self.stages < 2:
@@ -65,6 +79,11 @@ class Config:
         if self.last_rounds is None:
             return 1
         return max(num_tiles // ctas - self.last_rounds, 1)
+
+    @property
+    def again_rows(self) -> int:
+        """Keys at a time in a second pass over a tile (again.py): what there is room for."""
+        return 64 if self.own_output else 32
 
     @property
     def tile_rows(self) -> int:
@@ -103,11 +122,13 @@ LAST_DRAWN_128_Q_LEN = 1024
 # share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
 # s512 1.15, 1.23, s16384 1.17, 1.26; d128 full s512 1.04, 1.02, s2048 1.07, 1.10, s16384 1.07, 1.09; causal
 # s768 1.16, 1.12, s2048 1.11, 1.13, s16384 1.23, 1.28.
-ANCHORED = {dim: replace(CONFIGS[dim], anchored=True) for dim in (64, 128)}
+ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items()}
 ANCHORED_Q_LEN = 1025
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
-MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
+MOST_TILES_SORTED = (
+    2**15 - 1
+)  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
@@ -116,7 +137,11 @@ UNBOUNDED = 2**30  # beyond every length
 #   causal  one head, 8, 24, 64   h16 d128 s512 235 261 321 -, s2048 533 548 542 498,
 #                                 s8192 619 629 632 670; h8 d256 s16384 681 680 678 773
 # h8 d256 s4096 8 MiB and a sequence (32): 610 679
-SECTION_BYTES = ((1024, 24 * 2**20), (2048, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
+SECTION_BYTES = (
+    (1024, 24 * 2**20),
+    (2048, 8 * 2**20),
+    (2**31, 64 * 2**20),
+)  # q_len up to: bytes
 # Up to here drawing tiles from a counter costs more than it balances. H200, causal, share of cuDNN
 # drawn and in turn: d64 s256 0.97, 1.02, s512 1.15, 1.12, s768 1.16, 1.08; d128 s256 0.87, 0.89,
 # s512 0.99, 0.97, s768 1.06, 1.03; d256 s512 1.00, 0.95.
@@ -135,7 +160,9 @@ def config_of(
     dim = next(dim for dim in CONFIGS if dim >= max(k_dim, v_dim))
     if dim == 64 and has_mods:
         return MODIFIED_64
-    if has_alibi or has_mods:  # what they need does not fit into the registers beside the rest
+    if (
+        has_alibi or has_mods
+    ):  # what they need does not fit into the registers beside the rest
         if dim == 64 and q_len <= SHORT_CAUSAL_Q_LEN:
             return SHORT_64
         return replace(CONFIGS[dim], overlapped=dim < 256)
@@ -149,7 +176,9 @@ def config_of(
         return SHORT_128
     if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:
         return replace(CONFIGS[128], last_rounds=2)
-    return ANCHORED[dim] if dim in ANCHORED and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
+    return (
+        ANCHORED[dim] if dim in ANCHORED and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
+    )
 
 
 def columns_used(tile: int, columns: int) -> int:

@@ -16,7 +16,12 @@ from rooftile.kernels.gluon.attention.problem import (
     Q_START,
     ROW0,
 )
-from rooftile.kernels.gluon.attention.scores import adjusted, first_softmax, hide, modified
+from rooftile.kernels.gluon.attention.scores import (
+    adjusted,
+    first_softmax,
+    hide,
+    modified,
+)
 from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
 from rooftile.kernels.gluon.tile.halves import (
     add_output,
@@ -96,7 +101,9 @@ def next_block(
     s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
     if has_mods:
         keys = n * block + columns
-        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
+        s = modified(
+            problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
+        )
         factor = 1.0
     careful = False
     if anchored:
@@ -111,14 +118,18 @@ def next_block(
         # Only the first block, which is not this one, can run over the end of the keys.
         if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
             s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-        p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+        p, alpha, softmax = softmax.step(
+            s, factor, problem.lazy, problem.software_share
+        )
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
     next_fill = k_ring.after(fill)
     k_ring.arrived(next_fill, pred=more)
     # p passes through the wait so that it is computed before it; it is narrowed after, when the
     # registers of the old weights are free.
-    o, weights, p, alpha, total = settle_output(o, weights, p, alpha, softmax.total, v_dim, of_v)
+    o, weights, p, alpha, total = settle_output(
+        o, weights, p, alpha, softmax.total, v_dim, of_v
+    )
     softmax = OnlineSoftmax(softmax.maximum, total)
     v_ring.release(v_fill)
     if anchored:
@@ -201,7 +212,9 @@ def attend_overlapped(
     s, factor = adjusted(problem, s, slope, rows + offset, last * block + columns)
     if problem.mods.any:
         keys = last * block + columns
-        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
+        s = modified(
+            problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
+        )
         factor = 1.0
     if (last < low) | (last >= high):
         s = hide(problem, s, rows, last * block + columns, offset, kv_len)
@@ -294,7 +307,9 @@ def _in_order(
         s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
         if problem.mods.any:
             keys = n * block + columns
-            s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
+            s = modified(
+                problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
+            )
             factor = 1.0
         if problem.anchored:
             if (n < low) | (n >= anchor):
@@ -305,7 +320,9 @@ def _in_order(
         else:
             if (n < low) | (n >= high):
                 s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-            p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
+            p, alpha, softmax = softmax.step(
+                s, factor, problem.lazy, problem.software_share
+            )
             o = scale_output(o, alpha, v_dim, problem.v_used, problem.lazy)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
         v_ring.arrived(fill)
@@ -321,8 +338,8 @@ def attend(
     problem,
     queue,
     o_desc,
-    k64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
-    v64_desc,
+    k_again_desc,  # of keys and of values, for a second pass over a tile
+    v_again_desc,
     landed,  # [groups, 1] barriers of that pass
     q_ring,
     k_ring,
@@ -444,8 +461,8 @@ def attend(
                 # Read once more instead of kept: the loops have no registers to spare.
                 o, maximum, total = attend_again(
                     problem,
-                    k64_desc,
-                    v64_desc,
+                    k_again_desc,
+                    v_again_desc,
                     landed.index(group),
                     q,
                     o_tiles.index(group),
@@ -459,7 +476,8 @@ def attend(
                     v_dim,
                 )
                 softmax = OnlineSoftmax(
-                    gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+                    gl.convert_layout(maximum, rows_of(S)),
+                    gl.convert_layout(total, rows_of(S)),
                 )
         if problem.own_output:
             q_ring.release(q_fill)
@@ -476,7 +494,9 @@ def attend(
         head = queue.field(slot, HEAD)
         q_start = queue.field(slot, Q_START)
         q_len = queue.field(slot, Q_LEN)
-        tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
+        tma_store(
+            o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out
+        )
         token = (batch * problem.q_len + q_start + rows).to(gl.int64)
         at_lse = problem.lse + token * problem.num_heads + head
         gl.store(at_lse, softmax.lse(), mask=rows < q_len)

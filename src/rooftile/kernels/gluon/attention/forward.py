@@ -53,7 +53,16 @@ def attention(
 ) -> Result:  # [batch, q_len, num_q_heads, v_dim], [batch, q_len, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
-        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
+        *(
+            q.shape,
+            q.stride(),
+            k.shape,
+            k.stride(),
+            v.shape,
+            v.stride(),
+            q.dtype,
+            q.device,
+        ),
         *(sink is None, slopes is None, options, mods.functions),
     )
     run = _dense.get(kind)
@@ -83,7 +92,16 @@ def attention_varlen(
 ) -> Result:  # [tokens_q, num_q_heads, v_dim], [tokens_q, num_q_heads]
     options = (left, right, softcap, scale, config)
     kind = (
-        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
+        *(
+            q.shape,
+            q.stride(),
+            k.shape,
+            k.stride(),
+            v.shape,
+            v.stride(),
+            q.dtype,
+            q.device,
+        ),
         *(
             cu_seqlens_q.shape,
             cu_seqlens_q.dtype,
@@ -151,15 +169,17 @@ def bind_attention(
     num_tiles = q_tiles * batch * num_heads
     heads_at_a_time = 1
     if right >= 0:
-        section_bytes = next(size for longest, size in SECTION_BYTES if q_len <= longest)
+        section_bytes = next(
+            size for longest, size in SECTION_BYTES if q_len <= longest
+        )
         head_bytes = kv_len * (k_dim + v_dim) * k.element_size()
         heads_at_a_time = max(section_bytes // head_bytes, 1)
     group_size = num_heads // num_kv_heads
     unequal = (left >= 0 or right >= 0) and q_len > config.in_turn
     places = multiprocessors(q.device) * config.ctas
-    dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
-        num_tiles > places
-    )
+    dynamic = (
+        config.dynamic == "always" or (config.dynamic == "unequal" and unequal)
+    ) and (num_tiles > places)
     section = min(heads_at_a_time * group_size, batch * num_heads)
     launch = Launch(
         attention_kernel,
@@ -171,10 +191,24 @@ def bind_attention(
             describe(k, config.block, config.dim),
             describe(v, config.block, config.dim),
             describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
-            *(describe(x, 64, config.dim) for x in (k, v) if config.anchored),
+            *(
+                describe(x, config.again_rows, config.dim)
+                for x in (k, v)
+                if config.anchored
+            ),
         ),
         (
-            *(0, 0, num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads),
+            *(
+                0,
+                0,
+                num_tiles,
+                num_heads,
+                group_size,
+                q_len,
+                kv_len,
+                q_tiles,
+                batch * num_heads,
+            ),
             *(section, config.rounds(num_tiles, places)),
             *_numbers(left, right, softcap, scale),
         ),
@@ -199,7 +233,9 @@ def bind_attention(
     ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            return attention(q, k, v, sink, left, right, softcap, scale, config, slopes, mods)
+            return attention(
+                q, k, v, sink, left, right, softcap, scale, config, slopes, mods
+            )
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
         pointers = (
@@ -269,7 +305,9 @@ def bind_attention_varlen(
         return run_prepared
     plain = config_given is None and slopes is None and mods is NO_MODS
     if q.is_cuda and plain and min(k_dim, v_dim) >= 32:
-        from rooftile.kernels.triton.ragged_pages import follows_plan  # which only a GPU can run
+        from rooftile.kernels.triton.ragged_pages import (
+            follows_plan,
+        )  # which only a GPU can run
 
         if follows_plan(k, v, max_q_len, max_kv_len, num_heads // k.shape[1]):
             return _by_plan(max_q_len, max_kv_len, left, right, softcap, scale)
@@ -302,7 +340,11 @@ def bind_attention_varlen(
             describe_ragged(k, config.block, config.dim),
             describe_ragged(v, config.block, config.dim),
             describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
-            *(describe_ragged(x, 64, config.dim) for x in (k, v) if config.anchored),
+            *(
+                describe_ragged(x, config.again_rows, config.dim)
+                for x in (k, v)
+                if config.anchored
+            ),
         ),
         (
             *(batch, tokens, 0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0, 1),
@@ -310,7 +352,13 @@ def bind_attention_varlen(
         ),
         constants(
             *(config, True, dynamic),
-            *(left >= 0, right >= 0, softcap != 0, sink is not None, slopes is not None),
+            *(
+                left >= 0,
+                right >= 0,
+                softcap != 0,
+                sink is not None,
+                slopes is not None,
+            ),
             *(k_dim, v_dim, *mods.functions, most_sorted),
         ),
         config.most_registers,
@@ -379,7 +427,18 @@ def _by_plan(
         kv_lens, table = lengths_and_table(cu_k, max_kv_len)
         pages = (pages_of(addressable(k)), pages_of(addressable(v)))
         return paged_attention(
-            *(q, *pages, cu_q, kv_lens, table, max_q_len, max_kv_len, sink, left, right),
+            *(
+                q,
+                *pages,
+                cu_q,
+                kv_lens,
+                table,
+                max_q_len,
+                max_kv_len,
+                sink,
+                left,
+                right,
+            ),
             *(softcap, scale, None, None, False, None, []),
         )
 
@@ -407,13 +466,17 @@ def _numbers(
     )
 
 
-def _without_keys(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any) -> Result:
+def _without_keys(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
+) -> Result:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     return out, lse if sink is None else lse.copy_(sink.expand_as(lse))
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors that the copy engine can address, for a positive scale: the row maximum is taken of
     raw scores."""
     if scale <= 0:

@@ -6,7 +6,10 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
 
 from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
@@ -14,7 +17,10 @@ from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_first_tile, load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
-from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
+from rooftile.kernels.gluon.tile.dependent import (
+    await_kernels_before,
+    let_dependents_start,
+)
 from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import allocate_ring
@@ -49,8 +55,8 @@ def attention_kernel(
     k_desc,
     v_desc,
     o_desc,
-    k64_desc,  # K and V in boxes of 64 rows, see again.py
-    v64_desc,
+    k_again_desc,  # K and V in the boxes of a second pass, see again.py
+    v_again_desc,
     lse,  # pointer, see Problem
     sink,
     slopes,
@@ -110,7 +116,9 @@ def attention_kernel(
     # Of Q, K, V and the output; a descriptor is a map and two numbers for each of 4 or 5 dimensions.
     prefetch_maps("attention_kernel", (0, 11, 22, 33) if ragged else (0, 9, 18, 27))
     # With room for outputs of their own, Q tiles are loaded one ahead.
-    q_ring = allocate_ring(q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups)
+    q_ring = allocate_ring(
+        q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups
+    )
     k_ring = allocate_ring(k_desc, block, k_dim, stages)
     v_ring = allocate_ring(v_desc, block, v_dim, stages)
     if own_output:
@@ -118,6 +126,12 @@ def attention_kernel(
             o_desc.dtype,
             [groups] + o_desc.block_shape,  # noqa: RUF005
             o_desc.layout,
+        )
+    elif anchored:  # room for keys and values of a second pass only
+        o_tiles = gl.allocate_shared_memory(
+            o_desc.dtype,
+            [groups] + k_again_desc.block_shape,  # noqa: RUF005
+            k_again_desc.layout,
         )
     else:
         o_tiles = q_ring.buffers
@@ -149,7 +163,9 @@ def attention_kernel(
         lse,
         sink,
         slopes,
-        Sequences(entries, starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, most_sorted),
+        Sequences(
+            entries, starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, most_sorted
+        ),
         Inlined(
             score_mod,
             mask_mod,
@@ -202,8 +218,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -212,7 +228,10 @@ def attention_kernel(
                         gl.constexpr(0),
                     ),
                 ),
-                (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (
+                    load_tiles,
+                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                ),
             ],
             [1],
             [producer_registers],
@@ -226,8 +245,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -242,8 +261,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -252,7 +271,10 @@ def attention_kernel(
                         gl.constexpr(1),
                     ),
                 ),
-                (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (
+                    load_tiles,
+                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                ),
             ],
             [4, 1],
             [consumer_registers, producer_registers],
@@ -266,8 +288,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -282,8 +304,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -298,8 +320,8 @@ def attention_kernel(
                         problem,
                         queue,
                         o_desc,
-                        k64_desc,
-                        v64_desc,
+                        k_again_desc,
+                        v_again_desc,
                         landed,
                         q_ring,
                         k_ring,
@@ -308,7 +330,10 @@ def attention_kernel(
                         gl.constexpr(2),
                     ),
                 ),
-                (load_tiles, (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (
+                    load_tiles,
+                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                ),
             ],
             [4, 4, 1],
             [consumer_registers, consumer_registers, producer_registers],

@@ -14,7 +14,9 @@ def _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0):
     for group in gl.static_range(problem.groups):
         q_fill = problem.q_fill(q_turn, group)
         q_ring.acquire(q_fill)
-        at = coordinates(problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS)
+        at = coordinates(
+            problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS
+        )
         q_ring.load(q_fill, q_desc, at)
 
 
@@ -28,7 +30,12 @@ def load_first_tile(problem, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     batch, head, row0, _, q_len, _, kv_len = problem.tile(gl.program_id(0))
     first, blocks = problem.keys(row0, q_len, kv_len)
     at = coordinates(
-        False, batch, head // problem.group_size, 0, 0, (first + blocks - 1) * problem.block
+        False,
+        batch,
+        head // problem.group_size,
+        0,
+        0,
+        (first + blocks - 1) * problem.block,
     )
     for group in gl.static_range(problem.groups):
         rows = coordinates(False, batch, head, 0, 0, row0 + group * GROUP_ROWS)
@@ -50,7 +57,9 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     slot = first_fill()
     t = gl.program_id(0)
     last = problem.num_tiles - 1
-    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(gl.minimum(t, last))
+    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(
+        gl.minimum(t, last)
+    )
     while t < problem.num_tiles:
         first, blocks = problem.keys(row0, q_len, kv_len)
         kv_head = head // problem.group_size
@@ -59,7 +68,9 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
         if not is_loaded:
             if problem.own_output:
-                _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
+                _load_q(
+                    problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0
+                )
             k_ring.acquire(fill)
             k_ring.load(fill, k_desc, at)
         place = batch

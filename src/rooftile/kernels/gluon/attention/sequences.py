@@ -46,7 +46,9 @@ def start_sequences(
     for first in range(0, batch + 1, _AT_A_TIME):
         j = first + gl.arange(0, _AT_A_TIME, gl.SliceLayout(0, L))
         theirs = gl.where(j < batch, _lengths(cu_seqlens_k, j, batch, 0), -1)
-        others = (_lengths(cu_seqlens_q, j, batch, tokens) + (tile_rows - 1)) // tile_rows
+        others = (
+            _lengths(cu_seqlens_q, j, batch, tokens) + (tile_rows - 1)
+        ) // tile_rows
         others = gl.expand_dims(gl.where(j <= batch, others, 0), 0)
         other = gl.expand_dims(theirs, 0)
         before = (other > mine) | ((other == mine) & (gl.expand_dims(j, 0) < number))
@@ -76,7 +78,9 @@ class Sequences:
     cu_seqlens_k: gl.tensor
     batch: gl.tensor
     tokens: gl.tensor  # rows of q
-    most_sorted: gl.constexpr  # sequences that a CTA sorts for itself, 0: they are listed
+    most_sorted: (
+        gl.constexpr
+    )  # sequences that a CTA sorts for itself, 0: they are listed
 
     @gluon.jit
     def of_tile(self, tile):
@@ -94,6 +98,10 @@ class Sequences:
             return i, first, q_start, q_end - q_start, kv_start, kv_len
         else:
             entry = self.entries + tile * ENTRY
-            first, q_start, q_len = gl.load(entry), gl.load(entry + 2), gl.load(entry + 3)
+            first, q_start, q_len = (
+                gl.load(entry),
+                gl.load(entry + 2),
+                gl.load(entry + 3),
+            )
             kv_start, kv_len = gl.load(entry + 4), gl.load(entry + 5)
             return gl.load(entry + 6), first, q_start, q_len, kv_start, kv_len
