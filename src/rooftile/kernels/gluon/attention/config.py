@@ -16,34 +16,20 @@ class Config:
     consumer_registers: int
     producer_registers: int
     turns: int = 1
-    overlapped: bool = (
-        True  # the softmax of a block runs under the product of the one before
-    )
+    overlapped: bool = True  # the softmax of a block runs under the product of the one before
     ctas: int = 1  # that share an SM
     lazy: bool = True
     anchored: bool = (
         False  # the row maximum is that of a tile's first keys, see OnlineSoftmax.weigh
     )
-    sums_in_parts: bool = (
-        False  # lanes exchange their sums once a tile, not once a block
-    )
+    sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
     software_share: int = 0
-    early: bool = (
-        False  # a dense call's CTAs load their first tile before they have roles
-    )
+    early: bool = False  # a dense call's CTAs load their first tile before they have roles
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
-    in_turn: int = (
-        256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
-    )
-    dynamic: str = (
-        "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
-    )
-    dependent: bool = (
-        True  # starts under the end of the kernel before: tile/dependent.py
-    )
-    last_rounds: int | None = (
-        None  # drawn tiles are the last so many of a CTA's, None: all it can
-    )
+    in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
+    dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
+    dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
+    last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
 
     def __post_init__(self) -> None:
         if self.overlapped and self.stages < 2:
@@ -126,9 +112,7 @@ ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items
 ANCHORED_Q_LEN = 1025
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
-MOST_TILES_SORTED = (
-    2**15 - 1
-)  # of a head, where CTAs sort sequences: their starts are 16-bit
+MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
@@ -160,9 +144,7 @@ def config_of(
     dim = next(dim for dim in CONFIGS if dim >= max(k_dim, v_dim))
     if dim == 64 and has_mods:
         return MODIFIED_64
-    if (
-        has_alibi or has_mods
-    ):  # what they need does not fit into the registers beside the rest
+    if has_alibi or has_mods:  # what they need does not fit into the registers beside the rest
         if dim == 64 and q_len <= SHORT_CAUSAL_Q_LEN:
             return SHORT_64
         return replace(CONFIGS[dim], overlapped=dim < 256)
@@ -176,9 +158,7 @@ def config_of(
         return SHORT_128
     if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:
         return replace(CONFIGS[128], last_rounds=2)
-    return (
-        ANCHORED[dim] if dim in ANCHORED and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
-    )
+    return ANCHORED[dim] if dim < 256 and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
 
 
 def columns_used(tile: int, columns: int) -> int:
