@@ -122,15 +122,19 @@ def test_any_order_of_events(seed: int) -> None:
 def check_dense(
     lengths: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int], chunk_len: int,
     softcap: float = 0.0, scale: float = 0.125, seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, rises: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
+    """rises: keys whose scores are far above all others."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(2, lengths[0], heads[0], dims[0])] * 3
     shapes += [(2, lengths[1], heads[1], dim) for dim in dims]
     tensors = [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+    tensors[3][1, list(rises)] *= 100
     options = (chunk_len, softcap, scale)
     exact = reference.dual_chunk_attention(*(x.double() for x in tensors), *options)
-    with simulation(seed=seed, residency=1):
+    with pytest.MonkeyPatch.context() as patch, simulation(seed=seed, residency=1):
+        if rises or seed % 2:  # anchored maxima, which are for long texts
+            patch.setattr(DENSE, "ANCHORED_Q_LEN", 1)
         got = DENSE.dual_chunk_attention(*tensors, *options)
     assert_close(got, exact)
 
@@ -170,3 +174,12 @@ def test_reasons_for_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
         "chunks of 100 tokens are no whole blocks of 128 keys"
     )
     assert DENSE.supports(replace(call, k_dim=256, v_dim=256, chunk_len=64)) is None
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rises", [(3,), (140,), (290,), (3, 290)])
+def test_scores_that_rise_far_above_those_of_the_last_keys(
+    rises: tuple[int, ...], dim: int
+) -> None:
+    """In the own chunk, the one before, and earlier: by more than 2^64."""
+    check_dense((200, 400), (2, 1), (dim, dim), 128, rises=rises)

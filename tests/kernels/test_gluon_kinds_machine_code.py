@@ -14,6 +14,7 @@ if not triton.__version__.startswith("3.6."):
         allow_module_level=True,
     )
 
+from rooftile.kernels.gluon.attention.config import ANCHORED  # noqa: E402
 from rooftile.kernels.gluon.attention.config import CONFIGS as PLAIN  # noqa: E402
 from rooftile.kernels.gluon.differential import config, kernel  # noqa: E402
 from rooftile.kernels.gluon.dual_chunk import kernel as dual_chunk  # noqa: E402
@@ -78,13 +79,18 @@ def test_differential(sizes: Any, shared_keys: bool) -> None:
     assert any(name.startswith("BAR.SYNC") for name in between[last:])
 
 
-def test_dual_chunks() -> None:
-    sizes = PLAIN[128]
+@pytest.mark.parametrize("sizes", [PLAIN[128], ANCHORED[128]], ids=str)
+def test_dual_chunks(sizes: Any) -> None:
     q, k = [1, 1, 1, 64, 128], [1, 1, 1, sizes.block, 128]
-    boxes = dict.fromkeys(("intra_desc", "succ_desc", "inter_desc", "o_desc"), q)
-    boxes |= {"k_desc": k, "v_desc": k}
-    code = compiled(dual_chunk.dual_chunk_kernel, boxes, dual_chunk.constants(sizes, True, False))
-    check(code, 64)
+    names = ("intra_desc", "succ_desc", "inter_desc", "o_desc", "k64_desc", "v64_desc")
+    boxes = dict.fromkeys(names, q) | {"k_desc": k, "v_desc": k}
+    values = dual_chunk.constants(sizes, True, False)
+    code = compiled(dual_chunk.dual_chunk_kernel, boxes, values)
+    # What a second pass needs is put aside, but not in the loops.
+    check(code, 64, most_spills=16 if sizes.anchored else 0)
+    loops = [x for x in code.product_loops() if x.overlapped_exponentials() >= 64]
+    spilled = [i for loop in loops for i in loop.body if i.name.startswith(("LDL", "STL"))]
+    assert spilled == []
 
 
 @pytest.mark.parametrize("sizes", [*SMALL[128][:2], LARGE[128]], ids=str)
@@ -105,7 +111,7 @@ def test_dual_chunks_over_pages(sizes: Any) -> None:
         )
         for rotations in (1, 3)
     )
-    assert ours.spills() <= 4
+    assert ours.spills() <= 8
     loops = [min(len(x.body) for x in code.product_loops()) for code in (plain, ours)]
     assert loops[1] <= loops[0] + (10 if sizes.few else 60)
     for loop in ours.product_loops():

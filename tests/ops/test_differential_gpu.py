@@ -240,6 +240,27 @@ def test_a_prefix_is_read_once(family: str) -> None:
     assert_close(got, exact, run(tensors, lam), size)
 
 
+@pytest.mark.parametrize("which", [(), (1,), (2,), (1, 2)])
+def test_scores_that_rise_far_above_those_of_the_last_keys(which: tuple[int, ...]) -> None:
+    """Weights under an anchored maximum must not overflow."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q1, q2 = torch.randn(2, 2, 300, 4, 64, generator=g, device="cuda").bfloat16()
+    k1, k2 = torch.randn(2, 2, 1300, 2, 64, generator=g, device="cuda").bfloat16()
+    v = torch.randn(2, 1300, 2, 128, generator=g, device="cuda").bfloat16()
+    lam = torch.rand(4, generator=g, device="cuda")
+    for number, k in ((1, k1), (2, k2)):
+        if number in which:
+            k[1, 40:45] *= 100
+    tensors, options = (q1, k1, q2, k2, v), {"causal": True, "return_lse": True}
+
+    def exactly(lam: Any) -> Any:
+        return differential_attention(*wide(tensors), lam, kernel="reference", **options)
+
+    got = differential_attention(*tensors, lam, kernel="gluon", **options)
+    plain = differential_attention(*tensors, lam, kernel="reference", **options)
+    assert_close(got, exactly(lam.double()), plain, size_of_both(exactly))
+
+
 def test_gradients_equal_those_on_the_cpu() -> None:
     g = torch.Generator().manual_seed(0)
     shapes = ((2, 9, 4, 32), (2, 20, 2, 32), (2, 9, 4, 32), (2, 20, 2, 32), (2, 20, 2, 64), (4,))

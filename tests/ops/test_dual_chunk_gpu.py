@@ -222,6 +222,20 @@ def test_dense(family: str, chunks: tuple[int, ...], data: Any, seed: int) -> No
         assert_close([x[None] for x in flat], exact, plain)
 
 
+@pytest.mark.parametrize("rises", [(), (5,), (700,), (1250, 3)])
+def test_scores_that_rise_far_above_those_of_the_last_keys(rises: tuple[int, ...]) -> None:
+    """Long enough for anchored maxima, whose weights must not overflow."""
+    g = torch.Generator("cuda").manual_seed(0)
+    queries = torch.randn(3, 2, 1200, 4, 128, generator=g, device="cuda").bfloat16()
+    k, v = torch.randn(2, 2, 1300, 2, 128, generator=g, device="cuda").bfloat16()
+    k[1, list(rises)] *= 100
+    options = {"chunk_size": 512, "local_size": 128, "return_lse": True}
+    wide = (x.double() for x in (*queries, k, v))
+    exact = dual_chunk_attention(*wide, kernel="reference", **options)
+    plain = dual_chunk_attention(*queries, k, v, kernel="reference", **options)
+    assert_close(dual_chunk_attention(*queries, k, v, kernel="gluon", **options), exact, plain)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(0, 70),

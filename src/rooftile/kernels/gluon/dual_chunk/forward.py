@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.gluon.attention import supports as plain_supports
-from rooftile.kernels.gluon.attention.config import CONFIGS, IN_TURN_Q_LEN, SECTION_BYTES, Config
+from rooftile.kernels.gluon.attention.config import (
+    ANCHORED,
+    ANCHORED_Q_LEN,
+    CONFIGS,
+    IN_TURN_Q_LEN,
+    SECTION_BYTES,
+    Config,
+)
 from rooftile.kernels.gluon.counter import counter
 from rooftile.kernels.gluon.dual_chunk.kernel import constants, dual_chunk_kernel
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
@@ -63,6 +70,9 @@ def _kind_of_call(
     rows, num_heads, k_dim = q.shape
     batch, num_kv_heads, v_dim = rows // q_len, k.shape[1], v.shape[2]
     config = config_of(k_dim, v_dim)
+    # float16 ends at 2^16, too soon for weights under an anchored maximum.
+    if config.dim in ANCHORED and q_len >= ANCHORED_Q_LEN and q.dtype != torch.float16:
+        config = ANCHORED[config.dim]
     tile_rows = config.tile_rows
     offset = kv_len - q_len
     # Queries of the first query's chunk, and those before the first key.
@@ -87,6 +97,7 @@ def _kind_of_call(
             describe_ragged(k, config.block, config.dim),
             describe_ragged(v, config.block, config.dim),
             describe_ragged(q.new_empty(rows, num_heads, v_dim), 64, config.dim),
+            *(describe_ragged(x, 64, config.dim) for x in (k, v)),
         ),
         (
             *(num_tiles, num_heads, group_size, q_len, kv_len, q_tiles, batch * num_heads, section),
@@ -102,7 +113,7 @@ def _kind_of_call(
         q = tensors[0]
         out = q.new_empty(rows, num_heads, v_dim)
         lse = q.new_empty(rows, num_heads, dtype=torch.float32)
-        launch((*tensors, out), (lse, counter(q.device) if dynamic else lse))
+        launch((*tensors, out, *tensors[3:]), (lse, counter(q.device) if dynamic else lse))
         return out, lse
 
     return run

@@ -6,7 +6,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rooftile.kernels.gluon.attention.config import Config
 from rooftile.kernels.gluon.dual_chunk.problem import FIELDS, ChunkProblem
@@ -30,6 +30,8 @@ def dual_chunk_kernel(
     k_desc,
     v_desc,
     o_desc,
+    k64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
+    v64_desc,
     lse,  # pointer, see ChunkProblem
     counter,  # pointer to two int32 that are 0
     num_tiles,
@@ -55,6 +57,7 @@ def dual_chunk_kernel(
     stages: gl.constexpr,
     turns: gl.constexpr,
     lazy: gl.constexpr,
+    anchored: gl.constexpr,
     software_share: gl.constexpr,
     own_output: gl.constexpr,
     consumer_registers: gl.constexpr,
@@ -88,6 +91,7 @@ def dual_chunk_kernel(
         block,
         turns,
         lazy,
+        anchored,
         software_share,
         own_output,
     )
@@ -103,6 +107,9 @@ def dual_chunk_kernel(
         )
     else:
         o_tiles = q_ring.buffers
+    landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(groups):
+        mbarrier.init(landed.index(i), count=1)
     queue = new_queue(counter, FIELDS, groups, dynamic)
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
@@ -111,11 +118,17 @@ def dual_chunk_kernel(
             [
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                    (
+                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
+                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                    (
+                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
+                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1),
+                    ),
                 ),
                 (
                     load_tiles,
@@ -133,15 +146,24 @@ def dual_chunk_kernel(
             [
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0)),
+                    (
+                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
+                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1)),
+                    (
+                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
+                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1),
+                    ),
                 ),
                 (
                     attend,
-                    (problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(2)),
+                    (
+                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
+                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(2),
+                    ),
                 ),
                 (
                     load_tiles,
@@ -167,6 +189,7 @@ def constants(config: Config, dynamic: bool, has_softcap: bool) -> tuple[tuple[s
         ("stages", config.stages),
         ("turns", config.turns),
         ("lazy", config.lazy),
+        ("anchored", config.anchored),
         ("software_share", config.software_share),
         ("own_output", config.own_output),
         ("consumer_registers", config.consumer_registers),

@@ -47,6 +47,7 @@ class ChunkProblem:
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
     lazy: gl.constexpr
+    anchored: gl.constexpr  # the maximum is that of the first blocks of a tile
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rooftile.kernels.gluon.attention.consumer import hide, next_block
+from rooftile.kernels.gluon.dual_chunk.again import attend_again
 from rooftile.kernels.gluon.dual_chunk.problem import (
     BLOCKS,
     HEAD,
@@ -32,7 +33,12 @@ from rooftile.kernels.gluon.tile.mma import (
 )
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
-from rooftile.kernels.gluon.tile.softmax import soft_cap, start_softmax
+from rooftile.kernels.gluon.tile.softmax import (
+    OVERFLOW,
+    OnlineSoftmax,
+    soft_cap,
+    start_softmax,
+)
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
 
@@ -95,7 +101,22 @@ def load_tiles(
 
 
 @gluon.jit
-def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.constexpr):
+def attend(
+    problem,
+    queue,
+    o_desc,
+    intra_desc,
+    succ_desc,
+    inter_desc,
+    k64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
+    v64_desc,
+    landed,  # [groups, 1] barriers of that pass
+    q_ring,
+    k_ring,
+    v_ring,
+    o_tiles,
+    group: gl.constexpr,
+):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
@@ -111,17 +132,15 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
     queue.arrived(slot)
     blocks = queue.field(slot, BLOCKS)
     while blocks > 0:
-        head = queue.field(slot, HEAD)
         row0 = queue.field(slot, ROW0) + group * GROUP_ROWS
-        q_start = queue.field(slot, Q_START)
         q_len = queue.field(slot, Q_LEN)
         kv_len = queue.field(slot, KV_LEN)
         last = blocks - 1
-        queue.release(slot)
         offset = kv_len - q_len
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
         rotation, border = problem.first_rotation(last, kv_len)
         low, high = whole_range(row0, offset, kv_len, 0, 0, GROUP_ROWS, block, False, True)
+        anchor = gl.maximum(gl.minimum(kv_len, row0 + offset + 1) - 1, 0) // block
         q_fill = problem.q_fill(q_turn, group)
         q_ring.arrived(q_fill)
         q_turn = problem.next_q(q_turn)
@@ -175,18 +194,53 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
                 group,
                 S,
                 O,
+                anchored=problem.anchored,
+                anchor=anchor,
             )
             v_fill = at
         v_ring.arrived(v_fill)
         o = multiply(weights, v_ring.tile(v_fill), o)
+        o, weights = wait(0, deps=[o, weights])
+        v_ring.release(v_fill)
+        # Read once more instead of kept: the loop has no registers to spare.
+        head = queue.field(slot, HEAD)
+        row0 = queue.field(slot, ROW0) + group * GROUP_ROWS
+        q_start = queue.field(slot, Q_START)
+        q_len = queue.field(slot, Q_LEN)
+        kv_len = queue.field(slot, KV_LEN)
+        rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
+        if problem.anchored:
+            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
+            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+            if too_large:
+                o, maximum, total = attend_again(
+                    problem,
+                    intra_desc,
+                    succ_desc,
+                    inter_desc,
+                    k64_desc,
+                    v64_desc,
+                    landed.index(group),
+                    q_ring.tile(q_fill),
+                    q_ring.box(q_fill),
+                    o_tiles.index(group),
+                    head,
+                    row0,
+                    q_start,
+                    q_len,
+                    kv_len,
+                    dtype,
+                    v_dim,
+                )
+                softmax = OnlineSoftmax(
+                    gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+                )
         if problem.own_output:
             q_ring.release(q_fill)
             out = o_tiles.index(group)
         else:
             out = q_ring.box(q_fill)
         tma_store_wait(0)
-        o, weights = wait(0, deps=[o, weights])
-        v_ring.release(v_fill)
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
         out.reshape([GROUP_ROWS, v_dim]).store(o.to(dtype))
         fence_async_shared()
@@ -196,6 +250,7 @@ def attend(problem, queue, o_desc, q_ring, k_ring, v_ring, o_tiles, group: gl.co
         if not problem.own_output:
             tma_store_wait(0)
             q_ring.release(q_fill)
+        queue.release(slot)
         slot = queue.after(slot)
         queue.arrived(slot)
         blocks = queue.field(slot, BLOCKS)
