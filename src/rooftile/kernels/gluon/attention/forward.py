@@ -315,7 +315,7 @@ def bind_attention_varlen(
     capacity = tokens // config.tile_rows + min(batch + 1, tokens)
     device = q.device
     places = multiprocessors(device) * config.ctas
-    dynamic = config.dynamic != "never" and capacity * num_heads > places
+    dynamic = config.dynamic != "never"
     wide_q, wide_k = (x.dtype != torch.int32 for x in (cu_seqlens_q, cu_seqlens_k))
     few = batch < config.most_sorted and capacity < MOST_TILES_SORTED
     most_sorted = config.most_sorted if few else 0
