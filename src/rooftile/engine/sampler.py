@@ -12,7 +12,7 @@ from rooftile.engine.outputs import TokenLogprobs
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.step import RowStart, SampleSlot, StepOutput
 from rooftile.engine.transfer import Readback, upload
-from rooftile.ops.sampling import SamplingTensors, sample, top_logprobs
+from rooftile.ops.sampling import SamplingTensors, run_sample, sample, top_logprobs
 from rooftile.ops.step import SAMPLE
 
 # Numbers of SamplingParams that each row keeps, and the value that turns them off.
@@ -108,7 +108,9 @@ class Sampler:
         """
         starts = [self._start_of(slot) for slot in slots]
         processed, errors = self._process(logits, slots, starts)
-        tokens, _ = sample(processed, self._tensors(slots, starts))
+        # Plain rows have numbers alone, which `SamplingParams` has checked.
+        run = run_sample if self.is_plain(slots) else sample
+        tokens, _ = run(processed, self._tensors(slots, starts))
         for at in errors:
             tokens[at] = -1
         for at, slot in enumerate(slots):

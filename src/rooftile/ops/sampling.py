@@ -117,7 +117,16 @@ def sample(
     params = SamplingTensors() if params is None else params
     tensors = {name: getattr(params, name) for name in NAMES}
     _check_params(logits, {name: t for name, t in tensors.items() if t is not None})
-    return SampleOutput(*SAMPLE.handle(logits, *tensors.values(), kernel))
+    return run_sample(logits, params, kernel)
+
+
+def run_sample(
+    logits: Tensor,  # [rows, vocab] float32
+    params: SamplingTensors,
+    kernel: str = "auto",
+) -> SampleOutput:
+    """`sample` without checks."""
+    return SampleOutput(*SAMPLE.handle(logits, *(getattr(params, name) for name in NAMES), kernel))
 
 
 def top_logprobs(
