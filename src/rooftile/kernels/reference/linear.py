@@ -19,7 +19,8 @@ def linear(
     if format in FORMATS:
         dense = unpack(format, weight, out_features, x.shape[-1])
     elif format == "int4_words":
-        dense = int4_words.unpack(*weight, x.shape[-1])
+        words, scale = weight
+        dense = int4_words.unpack(words, scale, x.shape[-1])
     else:
         dense = weight[0].to_dense() if format == "onednn" else weight[0]
     y = widen(x) @ widen(dense).T
