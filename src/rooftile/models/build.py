@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rooftile.distributed.group import ParallelGroup
+from rooftile.kernels.cpu.arena import trim
 from rooftile.layers.attention import AttentionLayer
 from rooftile.layers.differential import DifferentialAttentionLayer, learned_lambda
 from rooftile.layers.dual_chunk import DualChunkAttentionLayer
@@ -35,6 +36,8 @@ from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from rooftile.types import PackedWeight
 
 MAX_READERS = 8
+# What reading takes besides the weights is given back so often: glibc keeps it for each thread.
+LAYERS_BETWEEN_TRIMS = 8
 
 
 class _Builder:
@@ -343,7 +346,10 @@ def build_decoder(
             for future in futures:
                 layers.append(future.result())
                 report(len(layers) / len(futures))
+                if len(layers) % LAYERS_BETWEEN_TRIMS == 0:
+                    trim()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    trim()
     return Decoder(config, embedding, layers, builder.norm("norm"), head)

@@ -5,9 +5,12 @@ A huge page is larger than many a matrix, so matrices share large allocations.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from math import prod
 
 import torch
@@ -42,6 +45,22 @@ def _take(nbytes: int) -> Tensor:
         start = _used
         _used += needed
         return _chunk[start : start + nbytes]
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function, where the process runs on glibc."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+
+
+def trim() -> None:
+    """Give memory that has been freed back to the system, as far as its C library can."""
+    function = _malloc_trim()
+    if function is not None:
+        function(0)
 
 
 def huge(nbytes: int) -> Tensor:
