@@ -58,7 +58,7 @@ def pair(path: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LL
 
     monkeypatch.setattr(native, "refusal", lambda decoder: "compared operator by operator")
     monkeypatch.setattr(packing, "best_format", lambda device, dtype: "dense")
-    defaults = {"dtype": "float32", "random_weights": True, "page_size": 16}
+    defaults = {"dtype": "float32", "random_weights": True, "page_size": 16, "max_num_seqs": 16}
     cpu = LLM(path, device="cpu", num_pages=200, **defaults)
     gpu = LLM(path, device="cuda", **{**defaults, **options})
     copy_weights(cpu, gpu)
