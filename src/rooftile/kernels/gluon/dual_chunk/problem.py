@@ -86,6 +86,12 @@ class ChunkProblem:
         return rotation, gl.where(rotation == 2, 0, own - rotation * self.chunk)
 
     @gluon.jit
+    def runs(self, rotation, kv_len):
+        """How many rotations a tile that begins with one meets."""
+        own = gl.maximum(kv_len - 1, 0) // (self.chunk * self.block)
+        return gl.minimum(own, 2) - rotation + 1
+
+    @gluon.jit
     def next_rotation(self, rotation, border):
         following = rotation + 1
         return following, gl.where(following == 2, 0, border - self.chunk)

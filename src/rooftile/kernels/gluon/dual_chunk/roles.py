@@ -165,39 +165,45 @@ def attend(
         v_fill = fill
         fill = k_ring.after(fill)
         k_ring.arrived(fill, pred=blocks > 1)
-        for i in range(1, blocks):
-            at = fill
-            if last - i < border:
+        # A loop for each rotation of the queries: its blocks cost what plain attention's do.
+        n = last - 1
+        for run in range(problem.runs(rotation, kv_len)):
+            if run > 0:
                 rotation, border = problem.next_rotation(rotation, border)
                 q_ring.release(q_fill)
                 q_fill = problem.q_fill(q_turn, group)
                 q_ring.arrived(q_fill)
                 q_turn = problem.next_q(q_turn)
-            o, weights, softmax, fill = next_block(
-                problem,
-                q_ring.tile(q_fill),
-                k_ring,
-                v_ring,
-                fill,
-                v_fill,
-                i + 1 < blocks,
-                o,
-                weights,
-                softmax,
-                rows,
-                columns,
-                last - i,
-                low,
-                high,
-                offset,
-                kv_len,
-                group,
-                S,
-                O,
-                anchored=problem.anchored,
-                anchor=anchor,
-            )
-            v_fill = at
+            q = q_ring.tile(q_fill)
+            run_begin = gl.maximum(border, 0)
+            for i in range(n + 1 - run_begin):
+                at = fill
+                o, weights, softmax, fill = next_block(
+                    problem,
+                    q,
+                    k_ring,
+                    v_ring,
+                    fill,
+                    v_fill,
+                    n - i > 0,
+                    o,
+                    weights,
+                    softmax,
+                    rows,
+                    columns,
+                    n - i,
+                    low,
+                    high,
+                    offset,
+                    kv_len,
+                    group,
+                    S,
+                    O,
+                    anchored=problem.anchored,
+                    anchor=anchor,
+                )
+                v_fill = at
+            n = run_begin - 1
         v_ring.arrived(v_fill)
         o = multiply(weights, v_ring.tile(v_fill), o)
         o, weights = wait(0, deps=[o, weights])
