@@ -505,7 +505,7 @@ def _split_single(
             lanes=next(n for n in lanes if n >= batch + spec.groups),
             block=SINGLE_BLOCK,
             shares=spec.groups > 0,
-            num_warps=4,
+            num_warps=8,
         )
 
 

@@ -54,6 +54,11 @@ def _begun(begins, counted, bins: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _quotient(a, b):
     """a // b of numbers from 0 on whose quotients are below 2^22: by floats, which is shorter."""
     q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
@@ -199,7 +204,7 @@ def split_kv_single_kernel(
     of_lane = (item_cost + (kv_end - kv_begin) * cost).to(tl.int64) * query_tiles
     packed = (of_lane << STRIP_BITS) + query_tiles
     sums = tl.cumsum(packed, 0) - packed
-    of_all = tl.sum(packed, 0)
+    of_all, of_lanes = tl.reduce((packed, tl.where(query_tiles > 0, lane, 0)), 0, _sum_of_two)
     total = (of_all >> STRIP_BITS) * num_kv_heads
     all_strips = (of_all & STRIP_MASK).to(tl.int32) * num_kv_heads
     place_of = (sums >> STRIP_BITS) * num_kv_heads
@@ -308,6 +313,10 @@ def split_kv_single_kernel(
             _store_words(words + 4, first_part, slots - opened, stride, cut_q_begin, closes)
         return
 
+    # Requests without queries, if any, come last, and the others have a strip for each head.
+    some_lanes = (of_all & STRIP_MASK).to(tl.int32)
+    in_order = (2 * of_lanes == some_lanes * (some_lanes - 1)) & (not shares)
+
     # Items.
     index_of = tl.where(cta < cta_count, strip + cta, FAR)
     for base in range(
@@ -325,9 +334,12 @@ def split_kv_single_kernel(
         ends_at = to_cut.to(tl.int32)
         valid = (mine < ends) | ((mine == ends) & (ends_at > 0))
         valid = valid & (from_cut < to_cut) & (mine < all_strips)
-        from_strip = tl.min(mine, 0)
-        request = _begun(strip_of - from_strip, there, block)
-        request = tl.gather(request, mine - from_strip, 0)
+        if in_order:
+            request = _quotient(mine, num_kv_heads)
+        else:
+            from_strip = tl.min(mine, 0)
+            request = _begun(strip_of - from_strip, there, block)
+            request = tl.gather(request, mine - from_strip, 0)
         request = tl.where(valid, request, 0)
         if shares:
             number = mine - tl.gather(strip_of, request, 0)
