@@ -10,6 +10,7 @@ The schedules are those of plain attention, dense (gluon/attention) and over pag
 | kernel.py | shared memory, barriers, roles |
 | problem.py | what every role knows; which tile is which |
 | roles.py | what the warps do |
+| again.py | a second pass over tiles whose weights grow too large |
 | paged.py | over pages, by the paged kernel |
 """
 
