@@ -16,34 +16,49 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rooftile.kernels.triton_version import tma_load
 
 
-@gluon.jit
-def load(desc, tile, full):
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, [0, 0], full, tile)
+TILES = 4
 
 
 @gluon.jit
-def store(tile, full, out):
+def load(desc, tile, full, empty, tiles):
+    for i in range(tiles):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma_load(desc, [i * 64, 0], full, tile)
+
+
+@gluon.jit
+def store(tile, full, empty, out, tiles):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, L)), 1)
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
-    mbarrier.wait(full, 0)
-    gl.store(out + row * 64 + column, tile.load(L))
+    for i in range(tiles):
+        mbarrier.wait(full, i & 1)
+        x = tile.load(L)
+        mbarrier.arrive(empty, count=1)
+        gl.store(out + (i * 64 + row) * 64 + column, x)
 
 
 @gluon.jit
-def copy(desc, out):
-    """One role copies a tile into shared memory, the other waits for it and stores it."""
+def copy(desc, out, tiles):
+    """One role copies tiles into shared memory, the other waits for each and stores it."""
     tile = gl.allocate_shared_memory(desc.dtype, [64, 64], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
     fence_async_shared()
-    gl.warp_specialize([(store, (tile, full, out)), (load, (desc, tile, full))], [1], [24])
+    gl.warp_specialize(
+        [(store, (tile, full, empty, out, tiles)), (load, (desc, tile, full, empty, tiles))],
+        [1],
+        [24],
+    )
 
 
 if __name__ == "__main__":
-    x = torch.randn(64, 64, device="cuda").bfloat16()
+    x = torch.randn(64 * TILES, 64, device="cuda").bfloat16()
     out = torch.zeros_like(x)
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    copy[(1,)](TensorDescriptor(x, [64, 64], [64, 1], [64, 64], layout), out, num_warps=4)
+    desc = TensorDescriptor(x, [64 * TILES, 64], [64, 1], [64, 64], layout)
+    copy[(1,)](desc, out, TILES, num_warps=4)
     print("equal" if torch.equal(x, out) else "different")

@@ -239,8 +239,7 @@ def test_ragged_without_any_key() -> None:
                                      {"turns": 1}, {"stages": 3}, {"dynamic": "always"},
                                      {"dynamic": "never"}, {"own_output": False},
                                      {"overlapped": False}, {"groups": 1, "turns": 1},
-                                     {"sums_in_parts": True}, {"early": True},
-                                     {"early": True, "own_output": False, "dynamic": "always"}])  # fmt: skip
+                                     {"sums_in_parts": True}])  # fmt: skip
 def test_every_switch(variant: dict[str, Any]) -> None:
     from dataclasses import replace
 

@@ -24,9 +24,7 @@ class Config:
     )
     sums_in_parts: bool = False  # lanes exchange their sums once a tile, not once a block
     software_share: int = 0
-    early: bool = False  # a dense call's CTAs load their first tile before they have roles
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
-    in_turn: int = 256  # up to this length unequal tiles are taken in turn: IN_TURN_Q_LEN
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
     dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
     last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
@@ -78,7 +76,7 @@ class Config:
 
 CONFIGS = {
     64: Config(64, 3, 128, 2, 160, 32, turns=3),
-    128: Config(128, 2, 128, 2, 240, 24, turns=2, in_turn=128),
+    128: Config(128, 2, 128, 2, 240, 24, turns=2),
     256: Config(256, 2, 64, 2, 232, 40, own_output=False),
 }
 # Short sequences at head dim 64: tiles of 128 rows waste less than 192, also on the diagonal, and two
@@ -86,10 +84,9 @@ CONFIGS = {
 # H200, share of cuDNN with this, with 128 rows in one CTA and with 192: full s256 1.05, 0.95, 0.70,
 # s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
 # s8192 1.10, 0.98, 1.11; with anchored maxima this and 192: full s1024 1.23, 1.01, s2048 1.26, 1.12, s8192
-# 1.30, 1.29; causal s2048 1.19, 1.01, s8192 1.19, 1.19.
+# 1.26, 1.28; causal s2048 1.24, 1.01, s8192 1.29, 1.19, s16384 1.31, 1.26.
 SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2, sums_in_parts=True)
 SHORT_Q_LEN = 4096
-SHORT_CAUSAL_Q_LEN = 8192
 # More than two tiles of rows: the two CTAs of an SM run at different speeds, so the last two of each
 # one's tiles are drawn. H200, share of cuDNN in turn, drawn, the last two drawn: full s512 1.12, 1.15,
 # 1.16, s768 1.14, 1.19, 1.20; causal s512 1.23, 1.23, 1.27, s768 1.27, 1.27, 1.27, s2048 -, 1.19, 1.05; s256
@@ -101,13 +98,14 @@ LAST_DRAWN_64_Q_LEN = 768  # longer causal calls need all of their tiles to be e
 # cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
 SHORT_128 = Config(128, 2, 64, 4, 240, 24)
 SHORT_128_Q_LENS = range(129, 257)
-# In turn, drawn, the last two drawn, causal, share of cuDNN: s256 0.90, -, 0.94, s512 -, 0.98, 1.02,
-# s768 -, 1.05, 1.08, s2048 -, 1.14, 0.91.
+# All drawn and the last two drawn, causal, share of cuDNN: s512 0.98, 1.02,
+# s768 1.05, 1.08, s1024 1.05, 1.07, s2048 1.14, 0.91.
 LAST_DRAWN_128_Q_LEN = 1024
 # An anchored maximum saves a third of a block's instructions, and costs a check at a tile's end. H200,
 # share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
 # s512 1.15, 1.23, s16384 1.17, 1.26; d128 full s512 1.04, 1.02, s2048 1.07, 1.10, s16384 1.07, 1.09; causal
-# s768 1.16, 1.12, s2048 1.11, 1.13, s16384 1.23, 1.28.
+# s768 1.16, 1.12, s2048 1.11, 1.13, s16384 1.23, 1.28; d256 full s2048 1.07, 1.00, s16384 1.11, 1.03, causal
+# s16384 1.20, 0.95, where the loops spill: not chosen.
 ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items()}
 ANCHORED_Q_LEN = 1025
 # Functions of the caller take registers that two CTAs do not have.
@@ -120,16 +118,14 @@ UNBOUNDED = 2**30  # beyond every length
 #   full    one head, 8, 24 MiB   h16 d128 s512 537 526 494, s2048 688 686 658, s16384 702 704 706
 #   causal  one head, 8, 24, 64   h16 d128 s512 235 261 321 -, s2048 533 548 542 498,
 #                                 s8192 619 629 632 670; h8 d256 s16384 681 680 678 773
-# h8 d256 s4096 8 MiB and a sequence (32): 610 679
-SECTION_BYTES = (
-    (1024, 24 * 2**20),
-    (2048, 8 * 2**20),
-    (2**31, 64 * 2**20),
-)  # q_len up to: bytes
+SECTION_BYTES = ((1024, 24 * 2**20), (4096, 8 * 2**20), (2**31, 64 * 2**20))  # q_len up to: bytes
 # Up to here drawing tiles from a counter costs more than it balances. H200, causal, share of cuDNN
 # drawn and in turn: d64 s256 0.97, 1.02, s512 1.15, 1.12, s768 1.16, 1.08; d128 s256 0.87, 0.89,
 # s512 0.99, 0.97, s768 1.06, 1.03; d256 s512 1.00, 0.95.
 IN_TURN_Q_LEN = 256
+# Heads at a time then: long and short tiles come out even. H200, causal s256, us, 8 heads, 16, all that
+# share 24 MiB: d64 29.9 31.5 32.0, d128 47.3 48.9 50.6 (cuDNN 33.1 and 47.0).
+IN_TURN_HEADS = 8
 
 
 def config_of(
@@ -145,10 +141,10 @@ def config_of(
     if dim == 64 and has_mods:
         return MODIFIED_64
     if has_alibi or has_mods:  # what they need does not fit into the registers beside the rest
-        if dim == 64 and q_len <= SHORT_CAUSAL_Q_LEN:
+        if dim == 64 and q_len <= SHORT_Q_LEN:
             return SHORT_64
         return replace(CONFIGS[dim], overlapped=dim < 256)
-    if dim == 64 and q_len <= (SHORT_CAUSAL_Q_LEN if right >= 0 else SHORT_Q_LEN):
+    if dim == 64 and (right >= 0 or q_len <= SHORT_Q_LEN):
         if q_len < DRAWN_64_Q_LEN:
             return SHORT_64
         if right >= 0 and q_len > LAST_DRAWN_64_Q_LEN:
@@ -165,6 +161,20 @@ def columns_used(tile: int, columns: int) -> int:
     """How many columns of a tile take part in products, the others being zeros: see tile/halves.py."""
     quarters = -(-4 * columns // tile)
     return tile * max(quarters, 2) // 4
+
+
+def heads_at_a_time(dim: int, q_len: int, head_bytes: int) -> int:
+    """Key-value heads that causal tiles are taken from before those of others.
+
+    dim: of the tiles; head_bytes: of the keys and values of a head.
+    """
+    if q_len <= IN_TURN_Q_LEN:
+        return IN_TURN_HEADS
+    section = next(size for longest, size in SECTION_BYTES if q_len <= longest)
+    # H200, b4 s4096, us, 8 MiB and 64: h8 d256 450 396, h32 d64 520 506; h16 d128 421 426, h32/8 d128 772 834.
+    if 2048 < q_len <= 4096 and dim != 128:
+        section = SECTION_BYTES[-1][1]
+    return max(section // head_bytes, 1)
 
 
 def typical_length(tokens: int, batch: int, longest: int) -> int:

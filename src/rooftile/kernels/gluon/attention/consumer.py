@@ -101,9 +101,7 @@ def next_block(
     s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
     if has_mods:
         keys = n * block + columns
-        s = modified(
-            problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
-        )
+        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
     careful = False
     if anchored:
@@ -118,18 +116,14 @@ def next_block(
         # Only the first block, which is not this one, can run over the end of the keys.
         if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
             s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-        p, alpha, softmax = softmax.step(
-            s, factor, problem.lazy, problem.software_share
-        )
+        p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
     next_fill = k_ring.after(fill)
     k_ring.arrived(next_fill, pred=more)
     # p passes through the wait so that it is computed before it; it is narrowed after, when the
     # registers of the old weights are free.
-    o, weights, p, alpha, total = settle_output(
-        o, weights, p, alpha, softmax.total, v_dim, of_v
-    )
+    o, weights, p, alpha, total = settle_output(o, weights, p, alpha, softmax.total, v_dim, of_v)
     softmax = OnlineSoftmax(softmax.maximum, total)
     v_ring.release(v_fill)
     if anchored:
@@ -212,9 +206,7 @@ def attend_overlapped(
     s, factor = adjusted(problem, s, slope, rows + offset, last * block + columns)
     if problem.mods.any:
         keys = last * block + columns
-        s = modified(
-            problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
-        )
+        s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
     if (last < low) | (last >= high):
         s = hide(problem, s, rows, last * block + columns, offset, kv_len)
@@ -307,9 +299,7 @@ def _in_order(
         s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
         if problem.mods.any:
             keys = n * block + columns
-            s = modified(
-                problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len
-            )
+            s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
             factor = 1.0
         if problem.anchored:
             if (n < low) | (n >= anchor):
@@ -320,9 +310,7 @@ def _in_order(
         else:
             if (n < low) | (n >= high):
                 s = hide(problem, s, rows, n * block + columns, offset, kv_len)
-            p, alpha, softmax = softmax.step(
-                s, factor, problem.lazy, problem.software_share
-            )
+            p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
             o = scale_output(o, alpha, v_dim, problem.v_used, problem.lazy)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
         v_ring.arrived(fill)
@@ -494,9 +482,7 @@ def attend(
         head = queue.field(slot, HEAD)
         q_start = queue.field(slot, Q_START)
         q_len = queue.field(slot, Q_LEN)
-        tma_store(
-            o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out
-        )
+        tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
         token = (batch * problem.q_len + q_start + rows).to(gl.int64)
         at_lse = problem.lse + token * problem.num_heads + head
         gl.store(at_lse, softmax.lse(), mask=rows < q_len)

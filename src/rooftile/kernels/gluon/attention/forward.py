@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
     CONFIGS,
+    IN_TURN_Q_LEN,
     MOST_TILES_SORTED,
-    SECTION_BYTES,
     UNBOUNDED,
     Config,
     config_of,
+    heads_at_a_time,
     typical_length,
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
@@ -167,20 +168,16 @@ def bind_attention(
         config = config.of_few_bits()
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
-    heads_at_a_time = 1
+    heads = 1
     if right >= 0:
-        section_bytes = next(
-            size for longest, size in SECTION_BYTES if q_len <= longest
-        )
-        head_bytes = kv_len * (k_dim + v_dim) * k.element_size()
-        heads_at_a_time = max(section_bytes // head_bytes, 1)
+        heads = heads_at_a_time(config.dim, q_len, kv_len * (k_dim + v_dim) * k.element_size())
     group_size = num_heads // num_kv_heads
-    unequal = (left >= 0 or right >= 0) and q_len > config.in_turn
+    unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
     places = multiprocessors(q.device) * config.ctas
-    dynamic = (
-        config.dynamic == "always" or (config.dynamic == "unequal" and unequal)
-    ) and (num_tiles > places)
-    section = min(heads_at_a_time * group_size, batch * num_heads)
+    dynamic = (config.dynamic == "always" or (config.dynamic == "unequal" and unequal)) and (
+        num_tiles > places
+    )
+    section = min(heads * group_size, batch * num_heads)
     launch = Launch(
         attention_kernel,
         min(num_tiles, places),
@@ -191,11 +188,7 @@ def bind_attention(
             describe(k, config.block, config.dim),
             describe(v, config.block, config.dim),
             describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
-            *(
-                describe(x, config.again_rows, config.dim)
-                for x in (k, v)
-                if config.anchored
-            ),
+            *(describe(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
         ),
         (
             *(
@@ -233,9 +226,7 @@ def bind_attention(
     ) -> Result:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
-            return attention(
-                q, k, v, sink, left, right, softcap, scale, config, slopes, mods
-            )
+            return attention(q, k, v, sink, left, right, softcap, scale, config, slopes, mods)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
         pointers = (
@@ -340,11 +331,7 @@ def bind_attention_varlen(
             describe_ragged(k, config.block, config.dim),
             describe_ragged(v, config.block, config.dim),
             describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
-            *(
-                describe_ragged(x, config.again_rows, config.dim)
-                for x in (k, v)
-                if config.anchored
-            ),
+            *(describe_ragged(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
         ),
         (
             *(batch, tokens, 0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0, 1),
@@ -466,17 +453,13 @@ def _numbers(
     )
 
 
-def _without_keys(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
-) -> Result:
+def _without_keys(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any) -> Result:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     return out, lse if sink is None else lse.copy_(sink.expand_as(lse))
 
 
-def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors that the copy engine can address, for a positive scale: the row maximum is taken of
     raw scores."""
     if scale <= 0:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
 from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
-from rooftile.kernels.gluon.attention.producer import load_first_tile, load_tiles
+from rooftile.kernels.gluon.attention.producer import load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.dependent import (
@@ -93,7 +93,6 @@ def attention_kernel(
     anchored: gl.constexpr,
     sums_in_parts: gl.constexpr,
     software_share: gl.constexpr,
-    early: gl.constexpr,
     own_output: gl.constexpr,
     dependent: gl.constexpr,
     consumer_registers: gl.constexpr,
@@ -116,9 +115,7 @@ def attention_kernel(
     # Of Q, K, V and the output; a descriptor is a map and two numbers for each of 4 or 5 dimensions.
     prefetch_maps("attention_kernel", (0, 11, 22, 33) if ragged else (0, 9, 18, 27))
     # With room for outputs of their own, Q tiles are loaded one ahead.
-    q_ring = allocate_ring(
-        q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups
-    )
+    q_ring = allocate_ring(q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups)
     k_ring = allocate_ring(k_desc, block, k_dim, stages)
     v_ring = allocate_ring(v_desc, block, v_dim, stages)
     if own_output:
@@ -163,9 +160,7 @@ def attention_kernel(
         lse,
         sink,
         slopes,
-        Sequences(
-            entries, starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, most_sorted
-        ),
+        Sequences(entries, starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, most_sorted),
         Inlined(
             score_mod,
             mask_mod,
@@ -202,12 +197,9 @@ def attention_kernel(
         anchored,
         sums_in_parts,
         software_share,
-        early,
         own_output,
     )
     fence_async_shared()
-    if early:
-        load_first_tile(problem, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:
         gl.warp_specialize(
@@ -371,7 +363,6 @@ def constants(
         ("anchored", config.anchored),
         ("sums_in_parts", config.sums_in_parts),
         ("software_share", config.software_share),
-        ("early", config.early and not ragged),
         ("own_output", config.own_output),
         ("dependent", config.dependent),
         ("consumer_registers", config.consumer_registers),

@@ -12,9 +12,7 @@ from rooftile.kernels.gluon.tile.ring import Fill
 
 # Fields of the message that describes a tile to the consumers; blocks 0: there are no more.
 BLOCKS = gl.constexpr(0)
-BATCH = gl.constexpr(
-    1
-)  # where ragged: the sequence if there are mods, else its first key
+BATCH = gl.constexpr(1)  # where ragged: the sequence if there are mods, else its first key
 HEAD = gl.constexpr(2)
 ROW0 = gl.constexpr(3)
 Q_START = gl.constexpr(4)
@@ -66,16 +64,13 @@ class Problem:
     groups: gl.constexpr
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
-    overlapped: (
-        gl.constexpr
-    )  # the softmax of a block runs under the product of the one before
+    overlapped: gl.constexpr  # the softmax of a block runs under the product of the one before
     lazy: gl.constexpr
     k_used: gl.constexpr  # columns of Q and K before the zeros that fill a tile up
     v_used: gl.constexpr
     anchored: gl.constexpr  # the maximum is that of the first blocks of a tile
     sums_in_parts: gl.constexpr  # see softmax.in_parts
     software_share: gl.constexpr
-    early: gl.constexpr  # the first tile is loaded before there are roles
     own_output: gl.constexpr  # the output tile has shared memory of its own
 
     @gluon.jit

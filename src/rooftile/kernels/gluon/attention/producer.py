@@ -14,34 +14,8 @@ def _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0):
     for group in gl.static_range(problem.groups):
         q_fill = problem.q_fill(q_turn, group)
         q_ring.acquire(q_fill)
-        at = coordinates(
-            problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS
-        )
+        at = coordinates(problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS)
         q_ring.load(q_fill, q_desc, at)
-
-
-@gluon.jit
-def load_first_tile(problem, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """Starts the copies of a CTA's first tile, before there are roles: dense batches only.
-
-    A CTA's roles are there half a microsecond after it, which is some percent of a short call.
-    """
-    turn = first_fill()
-    batch, head, row0, _, q_len, _, kv_len = problem.tile(gl.program_id(0))
-    first, blocks = problem.keys(row0, q_len, kv_len)
-    at = coordinates(
-        False,
-        batch,
-        head // problem.group_size,
-        0,
-        0,
-        (first + blocks - 1) * problem.block,
-    )
-    for group in gl.static_range(problem.groups):
-        rows = coordinates(False, batch, head, 0, 0, row0 + group * GROUP_ROWS)
-        q_ring.load(problem.q_fill(turn, group), q_desc, rows)
-    k_ring.load(turn, k_desc, at)
-    v_ring.load(turn, v_desc, at)
 
 
 @gluon.jit
@@ -57,35 +31,26 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     slot = first_fill()
     t = gl.program_id(0)
     last = problem.num_tiles - 1
-    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(
-        gl.minimum(t, last)
-    )
+    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(gl.minimum(t, last))
     while t < problem.num_tiles:
         first, blocks = problem.keys(row0, q_len, kv_len)
         kv_head = head // problem.group_size
-        is_loaded = problem.early and t < gl.num_programs(0)
+        if problem.own_output:
+            _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         column0 = (first + blocks - 1) * problem.block
         at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
-        if not is_loaded:
-            if problem.own_output:
-                _load_q(
-                    problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0
-                )
-            k_ring.acquire(fill)
-            k_ring.load(fill, k_desc, at)
+        k_ring.acquire(fill)
+        k_ring.load(fill, k_desc, at)
         place = batch
         if problem.ragged and not problem.mods.any:
             place = kv_start
         queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
-        if not is_loaded:
-            v_ring.acquire(fill)
-            v_ring.load(fill, v_desc, at)
+        v_ring.acquire(fill)
+        v_ring.load(fill, v_desc, at)
         fill = k_ring.after(fill)
         t = queue.draw(t)
         following = problem.tile(gl.minimum(t, last))
-        if (
-            not problem.own_output and not is_loaded
-        ):  # Q waits until the tile before has left its place
+        if not problem.own_output:  # Q waits until the tile before has left its place
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         q_turn = problem.next_q(q_turn)
         for _ in range(1, blocks):

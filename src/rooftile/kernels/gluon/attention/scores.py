@@ -65,9 +65,7 @@ def modified(
         )
         s = (row * 0 + column * 0).to(gl.float32) + new.to(gl.float32) * LOG2_E
     if problem.mods.mask is not None:
-        seen = problem.mods.mask(
-            sequence, head, row, column, *problem.mods.mask_captured
-        )
+        seen = problem.mods.mask(sequence, head, row, column, *problem.mods.mask_captured)
         s = gl.where(seen, s, float("-inf"))
     return s
 

@@ -46,9 +46,7 @@ def start_sequences(
     for first in range(0, batch + 1, _AT_A_TIME):
         j = first + gl.arange(0, _AT_A_TIME, gl.SliceLayout(0, L))
         theirs = gl.where(j < batch, _lengths(cu_seqlens_k, j, batch, 0), -1)
-        others = (
-            _lengths(cu_seqlens_q, j, batch, tokens) + (tile_rows - 1)
-        ) // tile_rows
+        others = (_lengths(cu_seqlens_q, j, batch, tokens) + (tile_rows - 1)) // tile_rows
         others = gl.expand_dims(gl.where(j <= batch, others, 0), 0)
         other = gl.expand_dims(theirs, 0)
         before = (other > mine) | ((other == mine) & (gl.expand_dims(j, 0) < number))
@@ -78,9 +76,7 @@ class Sequences:
     cu_seqlens_k: gl.tensor
     batch: gl.tensor
     tokens: gl.tensor  # rows of q
-    most_sorted: (
-        gl.constexpr
-    )  # sequences that a CTA sorts for itself, 0: they are listed
+    most_sorted: gl.constexpr  # sequences that a CTA sorts for itself, 0: they are listed
 
     @gluon.jit
     def of_tile(self, tile):

@@ -10,14 +10,10 @@ from triton.experimental.gluon import language as gl
 # Fields of one entry of the list; kv_len -1 marks padding after the last sequence.
 NUM_FIELDS = 8
 # Before the entries stands one that holds their number and the counter of dynamic tiles, 0 at launch.
-ENTRY = gl.constexpr(
-    NUM_FIELDS
-)  # first, tiles, q_start, q_len, kv_start, kv_len, sequence, unused
+ENTRY = gl.constexpr(NUM_FIELDS)  # first, tiles, q_start, q_len, kv_start, kv_len, sequence, unused
 
 
-@gluon.jit(
-    do_not_specialize=["entries", "cu_seqlens_q", "cu_seqlens_k", "batch", "tokens"]
-)
+@gluon.jit(do_not_specialize=["entries", "cu_seqlens_q", "cu_seqlens_k", "batch", "tokens"])
 def list_tiles_kernel(
     entries,  # pointer, [1 + capacity, ENTRY] int32, see ENTRY
     cu_seqlens_q,  # pointer, [batch + 1] int32

@@ -110,7 +110,6 @@ def differential_kernel(
         anchored,
         False,
         0,
-        False,
         q_stages == 2,
     )
     q1_ring = new_ring(q1_desc, GROUP_ROWS, k_dim, q_stages, 1)
