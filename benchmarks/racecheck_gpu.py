@@ -15,7 +15,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rooftile.kernels.triton_version import tma_load
 
-
 TILES = 4
 
 
