@@ -25,7 +25,7 @@ from tests.support.machine_code import (  # noqa: E402
 
 SHARED_MEMORY_OF_AN_SM = 228 * 1024
 RESERVED = 1024  # of a CTA
-OUTSIDE_LOOPS = 16  # accesses of a prefill to local memory, once a tile of queries
+OUTSIDE_LOOPS = 200  # accesses of a prefill to local memory, once an item, most where weights overflow
 PLAIN, EVERYTHING = (False, True, False, False), (True, True, True, True)
 POINTERS = {
     **dict.fromkeys(("lse", "partial_out", "partial_lse", "sink", "k_scale", "v_scale"), "*fp32"),
@@ -45,6 +45,7 @@ def compiled(
     page = [1, 1, 1, min(config.block, page_size), 128 if quantised else 64]
     types["q_desc"] = types["o_desc"] = descriptor_type(packed)
     dtype: Any = gl.float8e4nv if quantised else gl.bfloat16
+    types["k_pages"] = types["v_pages"] = "*fp8e4nv" if quantised else "*bf16"
     types["k_desc"] = types["v_desc"] = descriptor_type(page, dtype)
     values = dict(constants(config, page_size, group_size, 4, quantised, *features))
     return compile_for_hopper(
@@ -86,11 +87,11 @@ def test_prefill(page_size: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
     # A prefill with every feature spills what its producer has to know of windows.
-    spills = 64 if features == EVERYTHING else OUTSIDE_LOOPS
+    spills = 64 if features == EVERYTHING else 0
     for config in (*SMALL[dim], *(config for config in LONG.values() if config.dim == dim)):
         check(compiled(config, 16, features), config, spills)
     if dim < 256:  # at 256 a prefill spills some more
-        check(compiled(LARGE[dim], 16, features), LARGE[dim], spills)
+        check(compiled(LARGE[dim], 16, features), LARGE[dim], OUTSIDE_LOOPS + spills)
     for config in QUANTISED.get(dim, ())[:2]:
         check(compiled(config, 16, features, quantised=True), config, spills)
 

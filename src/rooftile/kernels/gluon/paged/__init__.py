@@ -1,10 +1,11 @@
 """Paged attention for Hopper: prefill, decode and mixtures, by the plan of planning/split_kv.py.
 
-Persistent CTAs walk their runs of the plan's items. One producer warp reads the items, looks pages
-up a tile ahead and copies them by TMA, running ahead across items as far as shared memory goes;
-one or two consumer warpgroups attend with 64 packed rows each in the schedule of the dense kernel,
-or one with at most 32 as the columns of its products. Where a plan cuts a strip, normalised parts
-go to float32 buffers, and the CTA whose part arrives last joins them in order.
+Persistent CTAs walk their runs of the plan's items, or draw whole strips where a plan cuts none. One
+producer warp reads the items, looks 32 pages up at a time and copies them by TMA, running ahead across
+items as far as shared memory goes; in a prefill a second one copies the values. One or two consumer
+warpgroups attend with 64 packed rows each in the schedule of the dense kernel, or with at most 32 as
+the columns of their products. Where a plan cuts a strip, normalised parts go to float32 buffers, and
+the CTA whose part arrives last joins them in order.
 
 | file | what it is |
 | --- | --- |

@@ -16,6 +16,7 @@ class Config:
     ctas: int = 1  # on an SM
     q_stages: int = 2  # tiles of Q of a warpgroup
     lazy: bool = True
+    anchored: bool = False  # the row maximum is that of an item's last keys: OnlineSoftmax.weigh
     item_cost: int = 1500  # clocks beyond the tiles
     min_piece: int = 1  # KV tiles
     drawn: bool = False  # shares, or whole strips, go to whichever CTA is free
@@ -40,8 +41,8 @@ SMALL = {
     ),
     128: (
         Config(128, 1, 64, 2, (0, 64), few=8, ctas=2),
-        Config(128, 1, 64, 3, (0, 64), few=16, ctas=2, q_stages=1),
-        Config(128, 1, 64, 3, (0, 64), ctas=2, q_stages=1),
+        Config(128, 1, 64, 2, (0, 64), few=16, ctas=2, q_stages=1),
+        Config(128, 1, 64, 2, (0, 64), ctas=2, q_stages=1),
     ),
     256: (
         Config(256, 1, 64, 3, (0, 112), few=8),
@@ -52,13 +53,16 @@ SMALL = {
 # A few long strips: half as many parts to merge. H200, us beside the first of the above: b1 8k 18.9 19.5,
 # b1 64k 71.2 72.1, b8 8k 70.9 70.9.
 FEW_STRIPS = 32
+ANCHORED_CAUSAL, ANCHORED_FULL = 4096, 1024  # query tokens
 LONG = {128: Config(128, 1, 128, 2, (0, 112), few=8)}
 # Prefill. H200, b2 s8192 32/8 causal and full, share of dense attention with strips cut into equal shares,
 # drawn, and drawn with two loaders: page 64 0.83 -, 0.96 0.96, 0.95 0.98; page 16 drawn 0.86 0.85, with two
 # loaders 0.89 0.94. What was cut read the keys of all heads at once, and did not find them in the L2 cache.
+# An anchored maximum (when dense attention has one too), share without and with it: causal b8 s2048 0.92
+# 0.90, b2 s8192 0.91 0.93, b1 s16384 0.91 0.95; full b8 s2048 0.93 0.96, b2 s8192 0.90 0.97; d64 0.76 0.87.
 LARGE = {
-    64: Config(64, 2, 128, 4, (224, 56), drawn=True, loaders=2),
-    128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2),
+    64: Config(64, 2, 128, 4, (224, 56), drawn=True, loaders=2, anchored=True),
+    128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2, anchored=True),
     256: Config(256, 2, 64, 2, (224, 56), q_stages=1, drawn=True),
 }
 # Pages of 8-bit numbers, whose boxes are 128 columns wide. One CTA of 6 stages of 128 keys, two of 5
@@ -101,6 +105,11 @@ def config_of(
     if not quantised and dim in LONG and packed_rows <= LONG[dim].few and strips <= FEW_STRIPS:
         return LONG[dim]
     return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)
+
+
+def anchored_from(right: int) -> int:
+    """Query tokens of a request from which on an anchored maximum pays; right: of the window."""
+    return ANCHORED_CAUSAL if right >= 0 else ANCHORED_FULL
 
 
 def longest_tile(k_dim: int, v_dim: int) -> int:

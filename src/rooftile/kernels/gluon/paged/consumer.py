@@ -6,8 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rooftile.kernels.gluon.attention.consumer import hide, next_block
+from rooftile.kernels.gluon.paged.again import attend_again
 from rooftile.kernels.gluon.paged.join import arrive_last, join_parts
-from rooftile.kernels.gluon.paged.rows import clear_padding, store_lse, store_rows
+from rooftile.kernels.gluon.paged.rows import clear_padding, loading_layout, store_lse, store_rows
 from rooftile.kernels.gluon.paged.work import (
     END_ROW,
     FIRST_PART,
@@ -18,6 +19,7 @@ from rooftile.kernels.gluon.paged.work import (
     LAST,
     MERGE_WORDS,
     MORE,
+    OF_REQUEST,
     PARTS,
     QUERIES,
     SLOT,
@@ -38,6 +40,8 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.pages import packed_corner
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.softmax import (
+    OVERFLOW,
+    OnlineSoftmax,
     soft_cap,
     start_softmax,
     start_softmax_at_sink,
@@ -45,17 +49,10 @@ from rooftile.kernels.gluon.tile.softmax import (
 from rooftile.kernels.triton_version import tma_store_wait
 
 
-@gluon.constexpr_function
-def _loading_layout(columns):
-    """16 bytes a thread, whole rows a warp."""
-    lanes = min(columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
 @gluon.jit
 def _load_queries(work, q_tile, first_row, end_row, token, kv_head, k_dim: gl.constexpr):
     """Gathers packed rows into shared memory; rows from end_row on become zeros."""
-    L: gl.constexpr = _loading_layout(k_dim)
+    L: gl.constexpr = loading_layout(k_dim)
     row = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, L))
     column = gl.arange(0, k_dim, gl.SliceLayout(0, L))
     at_token = (token + row // work.heads_of_group()).to(gl.int64) * work.q_stride
@@ -97,7 +94,17 @@ def _whole_tiles(work, first_row, end_row, offset, kv_len):
 
 
 @gluon.jit
-def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexpr):
+def _anchor(work, first_row, offset, kv_len):
+    """KV tiles before this one are weighed under the maximum of those that came before them: it has the
+    last key that the first row sees."""
+    end = kv_len
+    if work.has_right:
+        end = gl.minimum(end, first_row // work.heads_of_group() + offset + work.right + 1)
+    return gl.maximum(end - 1, 0) // work.block
+
+
+@gluon.jit
+def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.constexpr):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
     block: gl.constexpr = work.block
     k_dim: gl.constexpr = k_ring.columns
@@ -128,6 +135,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
         q_len = queue.field(slot, QUERIES)
         kv_len = queue.field(slot, KEYS)
         merge = queue.field(slot, JOINED_BY)
+        request = queue.field(slot, OF_REQUEST)
         queue.release(slot)
         words = work.plan + work.merges_at + merge * MERGE_WORDS
         first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
@@ -186,6 +194,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                     s = soft_cap(s, work.factor, work.softcap)
                     factor = 1.0
                 low, high = _whole_tiles(work, first_row, end_row, offset, kv_len)
+                anchor = _anchor(work, first_row, offset, kv_len)
                 positions = rows // work.heads_of_group()
                 if (last < low) | (last >= high):
                     s = hide(work, s, positions, last * block + columns, offset, kv_len)
@@ -235,24 +244,46 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, group: gl.constexp
                         group,
                         S,
                         O,
+                        anchored=work.anchored,
+                        anchor=anchor,
                     )
                     v_fill = at
                 v_ring.arrived(v_fill)
                 o = multiply(weights, v_ring.tile(v_fill), o)
-                o, weights = wait(0, deps=[o, weights])
+                # Under the last product: what the sums of weights say.
+                too_large = False
+                if work.anchored:
+                    # Also where it is NaN: infinity that a later rescaling multiplied with 0.
+                    too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+                inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
+                lse = softmax.lse()
+                o, weights, inverse, lse = wait(0, deps=[o, weights, inverse, lse])
                 v_ring.release(v_fill)
+                if work.anchored:  # noqa: SIM102, known at compile time
+                    if too_large:
+                        o, maximum, total = attend_again(
+                            work, q_ring.tile(q_fill), boxes.index(group), request, last, tiles,
+                            first_row, end_row, part, kv_head, q_len, kv_len, dtype, v_dim,
+                        )  # fmt: skip
+                        softmax = OnlineSoftmax(
+                            gl.convert_layout(maximum, rows_of(S)),
+                            gl.convert_layout(total, rows_of(S)),
+                        )
+                        inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
+                        lse = softmax.lse()
             else:
                 _give_back(work, q_ring, q_before, started)
-            o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
+                inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
+                lse = softmax.lse()
+            o = o * gl.expand_dims(inverse, 1)
             if work.packed > 0 and part < 0:
                 q_ring.tile(q_fill).store(o.to(dtype))
                 fence_async_shared()
                 token0 = first_row // work.packed
                 corner = packed_corner(kv_head * work.packed, token, q_len, token0)
                 q_ring.put(q_fill, o_desc, corner)
-                store_lse(work, softmax.lse(), rows, end_row, token, kv_head)
+                store_lse(work, lse, rows, end_row, token, kv_head)
             else:
-                lse = softmax.lse()
                 store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, O)
                 if merge >= 0:  # noqa: SIM102, `and` would always count
                     if arrive_last(work, merge, parts, group):

@@ -15,6 +15,7 @@ from rooftile.kernels.gluon.paged.config import (
     SHARED_ROWS,
     UNBOUNDED,
     Config,
+    anchored_from,
     config_of,
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
@@ -122,6 +123,8 @@ def _kind_of_call(
     device = q.device
     quantised = k_pages.dtype != q.dtype
     block = config.block
+    if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(right):
+        config = replace(config, anchored=False)
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
     # only say what a tile of Q consists of.
     rows = config.few or 64
@@ -138,7 +141,9 @@ def _kind_of_call(
         (
             *(spec.batch, spec.num_ctas, tokens, layout.ctas, layout.merges, layout.items),
             page_table.stride(0),
-            *(page_pitch(k_pages) or 0, page_pitch(v_pages) or 0, q.stride(0), q.stride(1)),
+            *(page_pitch(k_pages) or 0, page_pitch(v_pages) or 0),
+            *(k_pages.stride(2), v_pages.stride(2), k_pages.stride(1), v_pages.stride(1)),
+            *(q.stride(0), q.stride(1)),
             *(group_size, num_heads, k_dim // 8, v_dim // 8),
             *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
             # With a cap, what goes into tanh, and the log2 units that come out.
@@ -177,7 +182,7 @@ def _kind_of_call(
         scales = [lse if x is None else x.float() for x in (k_scale, v_scale)]
         attend(
             (q, k_pages, v_pages, out),
-            (q, out, lse, parts, part_lse, sinks, *scales, plan, table, cu_q),
+            (q, out, lse, parts, part_lse, sinks, *scales, k_pages, v_pages, plan, table, cu_q),
         )
         if spec.groups:
             from rooftile.kernels.triton.merge import merge_shared

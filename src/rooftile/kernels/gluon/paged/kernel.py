@@ -27,6 +27,8 @@ _UNSPECIALISED = [
     "sink",
     "k_scale",
     "v_scale",
+    "k_pages",
+    "v_pages",
     "plan",
     "page_table",
     "cu_seqlens_q",
@@ -39,6 +41,10 @@ _UNSPECIALISED = [
     "table_stride",
     "k_pitch",
     "v_pitch",
+    "k_stride",
+    "v_stride",
+    "k_head_stride",
+    "v_head_stride",
     "q_stride",
     "q_head_stride",
     "group_size",
@@ -65,6 +71,8 @@ def paged_kernel(
     sink,
     k_scale,
     v_scale,
+    k_pages,
+    v_pages,
     plan,
     page_table,
     cu_seqlens_q,
@@ -77,6 +85,10 @@ def paged_kernel(
     table_stride,
     k_pitch,
     v_pitch,
+    k_stride,
+    v_stride,
+    k_head_stride,
+    v_head_stride,
     q_stride,
     q_head_stride,
     group_size,
@@ -95,6 +107,7 @@ def paged_kernel(
     block: gl.constexpr,
     stages: gl.constexpr,
     lazy: gl.constexpr,
+    anchored: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
     page_size: gl.constexpr,
@@ -121,6 +134,8 @@ def paged_kernel(
         sink,
         k_scale,
         v_scale,
+        k_pages,
+        v_pages,
         plan,
         page_table,
         cu_seqlens_q,
@@ -133,6 +148,10 @@ def paged_kernel(
         table_stride,
         k_pitch,
         v_pitch,
+        k_stride,
+        v_stride,
+        k_head_stride,
+        v_head_stride,
         q_stride,
         q_head_stride,
         group_size,
@@ -159,6 +178,7 @@ def paged_kernel(
         block,
         groups,
         lazy,
+        anchored,
         0,
         drawn,
         loaders,
@@ -223,10 +243,20 @@ def paged_kernel(
             )
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
+        if anchored:
+            box: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+                [GROUP_ROWS, k_dim], k_desc.dtype
+            )
+            boxes = gl.allocate_shared_memory(k_desc.dtype, [groups, GROUP_ROWS, k_dim], box)
+        else:
+            boxes = q_ring.ring.buffers  # of no use
         if groups == 1 and loaders == 1:
             gl.warp_specialize(
                 [
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                    ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
                 [1],
@@ -235,7 +265,10 @@ def paged_kernel(
         elif groups == 1:
             gl.warp_specialize(
                 [
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                    ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                     (load_values, (work, queue, v_desc, v_ring)),
                 ],
@@ -245,8 +278,14 @@ def paged_kernel(
         elif loaders == 1:
             gl.warp_specialize(
                 [
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1))),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                    ),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(1)),
+                    ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
                 [4, 1],
@@ -255,8 +294,14 @@ def paged_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(0))),
-                    (attend_items, (work, queue, o_desc, q_ring, k_ring, v_ring, gl.constexpr(1))),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                    ),
+                    (
+                        attend_items,
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(1)),
+                    ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                     (load_values, (work, queue, v_desc, v_ring)),
                 ],
@@ -287,6 +332,7 @@ def constants(
         ("block", config.block),
         ("stages", config.stages),
         ("lazy", config.lazy),
+        ("anchored", config.anchored),
         ("consumer_registers", config.registers[0]),
         ("producer_registers", config.registers[1]),
         ("page_size", page_size),

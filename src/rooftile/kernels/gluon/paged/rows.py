@@ -9,6 +9,13 @@ from rooftile.kernels.gluon.tile.mma import columns_of, rows_of
 _CLEARED = gl.constexpr(512)  # values of padding that a CTA clears at once
 
 
+@gluon.constexpr_function
+def loading_layout(columns):
+    """16 bytes a thread, whole rows a warp."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def store_lse(work, lse, rows, end_row, token, kv_head):
     """The lse [rows] of a whole strip; returns where in [tokens, heads] each packed row is."""

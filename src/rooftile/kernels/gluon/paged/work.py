@@ -69,6 +69,8 @@ class Work:
     sink: gl.tensor  # pointer, [heads] float32
     k_scale: gl.tensor  # pointers, [kv heads] float32 (8-bit pages)
     v_scale: gl.tensor
+    k_pages: gl.tensor  # pointers, see `describe_pages`
+    v_pages: gl.tensor
     plan: gl.tensor  # pointer to int32, planning/split_kv.py
     page_table: gl.tensor  # pointer to int32, [batch, max_pages]
     cu_seqlens_q: gl.tensor  # pointer to int32, [batch + 1]
@@ -81,6 +83,10 @@ class Work:
     table_stride: gl.tensor
     k_pitch: gl.tensor  # rows of one head from a page to the next
     v_pitch: gl.tensor
+    k_stride: gl.tensor  # of rows, and of heads
+    v_stride: gl.tensor
+    k_head_stride: gl.tensor
+    v_head_stride: gl.tensor
     q_stride: gl.tensor  # of tokens
     q_head_stride: gl.tensor
     group_size: gl.tensor  # query heads of a kv head
@@ -109,6 +115,7 @@ class Work:
     block: gl.constexpr  # keys per tile
     turns: gl.constexpr  # warpgroups that take turns at the matrix unit, 1: none
     lazy: gl.constexpr
+    anchored: gl.constexpr  # the row maximum is that of an item's last keys
     software_share: gl.constexpr
     drawn: gl.constexpr  # shares go to whichever CTA is free
     loaders: gl.constexpr  # warps that load: 2 have keys and values to themselves
