@@ -26,7 +26,7 @@ def test_a_wave_and_a_bit() -> None:
 
 
 def test_few_rows_are_split() -> None:
-    output = explain("1x4096x4096")
+    output = explain("16x1024x14336")
     assert "split-k by 1" in output
     assert "bound by memory" in output
     assert "parts to add" in output

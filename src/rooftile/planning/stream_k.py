@@ -68,6 +68,10 @@ class Tiling:
     block_n: int
     block_k: int
 
+    @property
+    def area(self) -> int:
+        return self.block_m * self.block_n
+
     def tiles(self, product: Product) -> int:
         return -(-product.m // self.block_m) * -(-product.n // self.block_n)
 

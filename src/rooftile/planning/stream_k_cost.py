@@ -50,6 +50,7 @@ STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
 MOST_STREAMED = 30_000_000
+EQUAL = 1.01  # predictions are not better than this
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 SpanKind = Literal["compute", "publish", "wait", "fixup"]
@@ -332,7 +333,7 @@ def choose(
     tilings: Iterable[Tiling] | None = None,
     broken: float = 0.0,
 ) -> Choice:
-    """The decomposition that is predicted to take least; of equal ones the first, so the simplest.
+    """The decomposition that is predicted to take least, or 1% more with larger tiles.
 
     tilings: those to choose from, `None` for the kernel's. broken: as for `predict`.
     """
@@ -342,7 +343,10 @@ def choose(
         (predict(decomposition, machine, itemsize, broken), decomposition)
         for decomposition in candidates(product, machine.units, tilings)
     ]
-    seconds, best = min(timed, key=lambda pair: pair[0])
+    least = min(seconds for seconds, _ in timed)
+    equal = [pair for pair in timed if pair[0] <= EQUAL * least]
+    # Of equal ones the largest tiles, which read operands least often.
+    seconds, best = min(equal, key=lambda pair: (-pair[1].tiling.area, pair[0]))
     whole = min(time for time, other in timed if other.scheme == "data-parallel")
     tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
     if best.scheme == "data-parallel":

@@ -16,7 +16,7 @@ TILES = ((64, 32), (64, 64), (128, 64))
 # Steps of 64 x 64 x 64 on each multiprocessor, more where pieces of fewer bytes are loaded: what
 # takes more is not launch-bound, and was not measured.
 _MOST_TILE_K = 4096
-_MOST_STEPS = {8: 60, 4: 30, 2: 30, 1: 10}
+_MOST_STEPS = {8: 20, 4: 20, 2: 20, 1: 10}
 
 
 @dataclass(frozen=True)

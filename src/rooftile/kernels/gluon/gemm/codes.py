@@ -1,10 +1,11 @@
 """int4 weights on their way from memory to the tensor core, dequantised in registers.
 
 A weight [n, k] is codes 0 to 15 and a bfloat16 scale for every 32 along k; its values are (code - 8)
-scale, rounded to bfloat16. A word has eight codes, and the words of 128 along k lie so that what a thread reads at a time, four words, are
-the codes that it needs in four groups: word 4 q + w has k = 32 w + 8 q to 32 w + 8 q + 7, of which element 2 p is bits 4 p to
-4 p + 3, and 2 p + 1 the same bits 16 further up. So a pair is one operation away from two
-bfloat16 numbers: 0x4300 + code is 128 + code.
+scale, rounded to bfloat16. A word has eight codes, and the words of 128 along k lie so that what a
+thread reads at a time, four words, are the codes that it needs in four groups: word 4 q + w has
+k = 32 w + 8 q to 32 w + 8 q + 7, of which element 2 p is bits 4 p to 4 p + 3, and 2 p + 1 the same
+bits 16 further up. So a pair is one operation away from two bfloat16 numbers: 0x4300 + code is
+128 + code. kernels/reference/int4_words.py packs them.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -18,8 +19,8 @@ WORDS = gl.constexpr(16)  # of a block
 
 @gluon.constexpr_function
 def _words_layout(tile, blocks, warps_k):
-    """Of words [warps_k, tile, blocks, 4, 4]: the tensor core's left operand, which has rows 1, 2, 4 and a thread's
-    place along k in a warp's lanes."""
+    """Of words [warps_k, tile, blocks, 4, 4]: as a left operand of the tensor core, which has rows 1, 2
+    and 4 and a thread's place along k in a warp's lanes."""
 
     def bits(n, dimension, first=1):
         found = []
@@ -89,11 +90,9 @@ def _dequantise():
 @gluon.jit
 def fetch_codes(
     words, scales, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
-    warps_k: gl.constexpr, even: gl.constexpr,
+    warps_k: gl.constexpr,
 ):  # fmt: skip
     """Words and scales [warps_k, tile, blocks, 4, 4] of k0 on, 0 beyond k.
-
-    even: nothing is beyond k.
 
     words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4]
     bfloat16.
@@ -107,11 +106,10 @@ def fetch_codes(
     word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
     scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
     scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
-    if even:
-        return gl.load(word_at), gl.load(scale_at)
-    else:
-        inside = (block * BLOCK < k) & (row >= 0)
-        return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
+    # Masks where none are needed, too: without them the compiler has fewer loads under way at a time
+    # (6144 x 4096 9.6 microseconds instead of 7.7).
+    inside = (block * BLOCK < k) & (row >= 0)
+    return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
 
 
 @gluon.jit

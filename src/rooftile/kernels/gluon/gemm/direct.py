@@ -51,7 +51,7 @@ def _operand(
     warps_k: gl.constexpr, unit: gl.constexpr, even: gl.constexpr, side: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Steps k0 .. along k of all warps: [warps_k, tile, tile_k] (side 0) or [warps_k, tile_k, tile] (side 1).
+    """Steps k0 .. along k of all warps: [warps_k, tile, tile_k], or on side 1 [warps_k, tile_k, tile].
 
     Rows beyond the matrix repeat its last one; what becomes of them is not stored.
     """
@@ -85,8 +85,8 @@ def _operand(
 
 @gluon.jit(
     do_not_specialize=[
-        "x", "y", "out", "bias", "residual", "scales", "x_stride", "y_stride", "x_rows", "y_rows", "k", "tiles_x",
-        "out_stride", "residual_stride",
+        *("x", "y", "out", "bias", "residual", "scales", "x_stride", "y_stride", "x_rows", "y_rows"),
+        *("k", "tiles_x", "out_stride", "residual_stride"),
     ]
 )  # fmt: skip
 def direct_kernel(
@@ -144,24 +144,20 @@ def direct_kernel(
     await_kernels_before()
     acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
     if codes and early:
-        word, scale = fetch_codes(
-            x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k, even
-        )
+        word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
     for k0 in range(0, k, warps_k * tile_k):
         if codes and not early:
             word, scale = fetch_codes(
-                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, even
+                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
             )
         b = _operand(
             y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
         )
         if codes:
             following = k0 + warps_k * tile_k
-            if even:  # after the last: the last again
-                following = gl.minimum(following, k - warps_k * tile_k)
             if early:
                 next_word, next_scale = fetch_codes(
-                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k, even
+                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k
                 )
             a = dequantised(word, scale, left)
             if early:
