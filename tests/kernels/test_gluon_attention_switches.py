@@ -41,14 +41,10 @@ ANCHORED = [
 ]
 
 
-def rising(
-    seed: int, heads: int, lengths: tuple[int, int], dim: int, steep: float
-) -> list[Tensor]:
+def rising(seed: int, heads: int, lengths: tuple[int, int], dim: int, steep: float) -> list[Tensor]:
     """Keys whose scores grow from the last to the first, which is visited last."""
     m, n = lengths
-    q, k, v = normal(
-        seed, torch.bfloat16, (1, m, heads, dim), (1, n, 1, dim), (1, n, 1, dim)
-    )
+    q, k, v = normal(seed, torch.bfloat16, (1, m, heads, dim), (1, n, 1, dim), (1, n, 1, dim))
     return [q, k * torch.linspace(steep, 1, n)[:, None, None].to(k.dtype), v]
 
 
@@ -86,9 +82,7 @@ def test_second_passes_in_a_ragged_batch_and_in_float16(config: Any) -> None:
 
 @settings(max_examples=25)
 @given(
-    dims=st.sampled_from(
-        [(96, 96), (192, 192), (192, 128), (72, 32), (32, 32), (160, 256)]
-    ),
+    dims=st.sampled_from([(96, 96), (192, 192), (192, 128), (72, 32), (32, 32), (160, 256)]),
     lengths=st.sampled_from([(1, 70), (130, 200), (200, 129)]),
     window=st.sampled_from(WINDOWS),
     ragged=st.booleans(),
@@ -102,9 +96,7 @@ def test_head_dims_between_powers_of_two(
     seed: int,
 ) -> None:
     (k_dim, v_dim), (m, n) = dims, lengths
-    q, k, v = normal(
-        seed, torch.bfloat16, (1, m, 2, k_dim), (1, n, 1, k_dim), (1, n, 1, v_dim)
-    )
+    q, k, v = normal(seed, torch.bfloat16, (1, m, 2, k_dim), (1, n, 1, k_dim), (1, n, 1, v_dim))
     if not ragged:
         check_dense(q, k, v, None, *window, 0.0, k_dim**-0.5, seed=seed)
         return
@@ -115,9 +107,7 @@ def test_head_dims_between_powers_of_two(
         assert_close(KERNEL.attention_varlen(q[0], k[0], v[0], *options), exact)
 
 
-@pytest.mark.parametrize(
-    ("dim", "batch"), [(128, 1), (128, 127), (128, 128), (64, 63), (64, 64)]
-)
+@pytest.mark.parametrize(("dim", "batch"), [(128, 1), (128, 127), (128, 128), (64, 63), (64, 64)])
 def test_batches_of_few_and_many_sequences(dim: int, batch: int) -> None:
     generator = torch.Generator().manual_seed(batch)
     lengths = torch.randint(0, 9, (2, batch), generator=generator)
@@ -164,12 +154,8 @@ def test_functions_of_the_caller(
     ragged: bool, seed: int,
 ) -> None:  # fmt: skip
     m, n = lengths
-    q, k, v = normal(
-        seed, torch.bfloat16, (2, m, 2, dim), (2, n, 1, dim), (2, n, 1, dim)
-    )
-    mods = MODS.Mods(
-        nearer if which != "mask" else None, stripes if which != "score" else None
-    )
+    q, k, v = normal(seed, torch.bfloat16, (2, m, 2, dim), (2, n, 1, dim), (2, n, 1, dim))
+    mods = MODS.Mods(nearer if which != "mask" else None, stripes if which != "score" else None)
     keys = (
         NEARER.key if which != "mask" else "",
         [],
@@ -181,9 +167,7 @@ def test_functions_of_the_caller(
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         cu = [torch.tensor([0, x // 3, 2 * x]) for x in (m, n)]
         rest = (*cu, 2 * m, 2 * n, *options)
-        exact = reference_mods.attention_varlen_mods(
-            *map(wide, (q, k, v, *rest)), *keys
-        )
+        exact = reference_mods.attention_varlen_mods(*map(wide, (q, k, v, *rest)), *keys)
         with simulation(seed=seed):
             got = KERNEL.attention_varlen(q, k, v, *rest, None, None, mods)
     else:

@@ -109,20 +109,11 @@ def compiled(
         ("128 anchored", PLAIN),
         ("128 anchored", RAGGED),
         *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in CONFIGS),
-        *(
-            pytest.param(name, RAGGED, marks=pytest.mark.slow)
-            for name in ("64", "64 short", "256")
-        ),
+        *(pytest.param(name, RAGGED, marks=pytest.mark.slow) for name in ("64", "64 short", "256")),
         pytest.param("256", PLAIN, marks=pytest.mark.slow),
-        *(
-            pytest.param(name, ALIBI, marks=pytest.mark.slow)
-            for name in CONFIGS
-            if name in BIASED
-        ),
+        *(pytest.param(name, ALIBI, marks=pytest.mark.slow) for name in CONFIGS if name in BIASED),
     ],
-    ids=lambda x: (
-        x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain"
-    ),
+    ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
 )
 def test_attention(name: str, features: dict[str, bool]) -> None:
     code = compiled(name, features)
@@ -150,10 +141,7 @@ def check_loops(code: MachineCode, config: Config) -> None:
         # registers run short.
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
         if loop.count("HGMMA.64x") and config.overlapped:
-            assert (
-                loop.overlapped_exponentials() >= exponentials
-                or loop.count("MUFU.EX2") < 8
-            )
+            assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
 
 
 @pytest.mark.parametrize(
@@ -165,9 +153,7 @@ def check_loops(code: MachineCode, config: Config) -> None:
     ],
     ids=str,
 )
-def test_head_dims_between_powers_of_two(
-    name: str, dims: tuple[int, int], steps: int
-) -> None:
+def test_head_dims_between_powers_of_two(name: str, dims: tuple[int, int], steps: int) -> None:
     code = compiled(name, PLAIN, k_dim=dims[0], v_dim=dims[1])
     check_loops(code, CONFIGS[name])
     assert [loop.count("HGMMA") for loop in code.product_loops()[:2]] == [steps, steps]
@@ -188,9 +174,7 @@ def _double(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearer(s, b, h, i, j, slopes):  # type: ignore[no-untyped-def]
-    return tl.where(
-        i > j, _double(s), s - tl.load(slopes + h) * tl.abs(i - j) + tl.exp(-s)
-    )
+    return tl.where(i > j, _double(s), s - tl.load(slopes + h) * tl.abs(i - j) + tl.exp(-s))
 
 
 @triton.jit
@@ -214,11 +198,7 @@ def test_functions_of_the_caller(dim: int) -> None:
 def test_half_precision_compiles_too() -> None:
     code = compiled("128", PLAIN, dtype=gl.float16)
     assert code.spills() == 0
-    assert any(
-        ".F16" in x.name or "F32" in x.name
-        for x in code.instructions
-        if "HGMMA" in x.name
-    )
+    assert any(".F16" in x.name or "F32" in x.name for x in code.instructions if "HGMMA" in x.name)
 
 
 def test_the_list_of_ragged_tiles() -> None:

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.eager import CheckedCalls, undispatched
+from rooftile.ops.operator import contents_checked
 
 
 def test_only_where_nobody_looks() -> None:
@@ -61,6 +62,19 @@ def test_what_is_wrong_stays_wrong_after_a_good_call() -> None:
     attention_varlen(q[0], k[0], v[0], good, good)
     with pytest.raises(ValueError, match="decreases"):
         attention_varlen(q[0], k[0], v[0], good, torch.tensor([5, 0]).flip(0).neg())
+
+
+def test_contents_on_a_gpu_are_checked_where_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        device = torch.device("cuda")
+
+    for value, checked in ((None, False), ("1", True), ("0", False)):
+        if value is None:
+            monkeypatch.delenv("ROOFTILE_CHECK", raising=False)
+        else:
+            monkeypatch.setenv("ROOFTILE_CHECK", value)
+        assert contents_checked(Elsewhere()) == checked  # type: ignore[arg-type]
+    assert contents_checked(torch.zeros(1))
 
 
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
