@@ -228,8 +228,8 @@ def _run(
 
 
 def is_apart(decomposition: Decomposition) -> bool:
-    """Whether the parts of tiles are stored by themselves and added by another launch, and not by the CTAs
-    that finish the tiles: where there are enough rows that few are stored for nothing.
+    """Whether the parts of tiles are stored by themselves and added by another launch, and not by the
+    CTAs that finish the tiles: where there are enough rows that few are stored for nothing.
     """
     return decomposition.scheme == "split-k" and decomposition.product.m >= APART_ROWS
 

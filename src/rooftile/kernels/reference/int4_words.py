@@ -1,4 +1,4 @@
-"""int4 weights for the tensor core: symmetric codes in groups of 32, in words that a GPU thread needs whole.
+"""int4 weights for the tensor core: symmetric codes in groups of 32, eight to a word.
 
 A weight [n, k] is codes 0 to 15 and a bfloat16 scale for every 32 along k; its values are
 (code - 8) scale, rounded to bfloat16. The codes of 128 along k are 16 words of 32 bits: word

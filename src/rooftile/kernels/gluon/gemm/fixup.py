@@ -2,8 +2,9 @@
 
 Every CTA has a place for one part, and for each of its warpgroups a flag. The part is written with
 plain stores; a barrier of the warpgroup and one release of the flag publish it; the reader polls
-with acquire, all the flags that it waits for at a time. Every part has one reader, which puts the flag back to 0: flags are 0 whenever no
-kernel uses them, so a CUDA graph can be replayed without clearing them (kernels/flags.py).
+with acquire, all the flags that it waits for at a time. Every part has one reader, which puts the
+flag back to 0: flags are 0 whenever no kernel uses them, so a CUDA graph can be replayed without
+clearing them (kernels/flags.py).
 """
 # mypy: disable-error-code="no-untyped-def"
 

@@ -32,8 +32,9 @@ FP8 = torch.float8_e4m3fn
 _LINE_BYTES = 128
 _PART_COLUMNS = 4  # multiples of 16 bytes
 _TMA_BYTES = 16  # multiples that the copy engine can address
-# Where both are predicted to take as long the vendor's library is as good: with this "auto" lost 0.8% on
-# random multiples of 8 against the better of both, and 2.1% on PEERS.md's list; with 1.05 1.2% and 4.0%.
+# Where both are predicted to take as long the vendor's library is as good: with this "auto" lost 0.8%
+# on random multiples of 8 against the better of both, and 1.4% on PEERS.md's list; with 1.05 1.2% and
+# 3.3%.
 _MARGIN = 0.95
 _MOST_K = 2**20  # two waves of tiles, times the CTAs, times the steps of a tile stay below 2^30
 _DTYPES = {
