@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.reference import gemm as reference
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.triton import gemm_tiles
 
 
