@@ -179,17 +179,13 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         slot = queue.after(slot)
         queries = (kv_head, row_begin, q_begin, q_len)
         if work.rotations == 1:
-            # The only tile of Q is free when the item before has ended: some keys go ahead of it.
-            ahead: gl.constexpr = k_ring.ring.stages - 1 if work.q_stages == 1 else 0
-            if work.packed > 0 and gl.minimum(ahead, tiles) == 0:
+            if work.packed > 0:
                 turn = _fetch_queries(work, q_ring, q_desc, turn, 0, *queries)
             for i in range(tiles):
                 fill, number, window, before = _load_next(
                     work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
                     window, before, first_key, kv_len, kv_head,
                 )  # fmt: skip
-                if work.packed > 0 and i == gl.minimum(ahead, tiles) - 1:
-                    turn = _fetch_queries(work, q_ring, q_desc, turn, 0, *queries)
                 if i == gl.minimum(k_ring.ring.stages, tiles) - 1:
                     # What comes next is found out when there is nothing left to do but wait.
                     share, item, following, words = work.next_item(
