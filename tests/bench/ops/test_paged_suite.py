@@ -57,6 +57,7 @@ def test_the_dense_peer_computes_the_same_and_others_say_why_not() -> None:
         problem = make(case, CPU, torch.float32, [], ["sdpa", "read"])
         assert problem.check(problem.peers["sdpa"]()) < 1e-5
         assert problem.absent == {"read": "it needs an NVIDIA GPU"}
+        assert problem.check(None) == 0.0  # what a peer returns that only reads
     problem = make("b2 70 q3 h4/2 d16 page4", CPU, torch.float32, [], ["sdpa"])
     assert problem.absent == {"sdpa": "it aligns a causal mask to the first key, not to the last"}
     with pytest.raises(ValueError, match="there is no peer 'fa9' for paged"):
