@@ -118,7 +118,7 @@ def test_integers_come_out_exactly(
     config=st.sampled_from(CONFIG.CONFIGS),
     m=st.sampled_from([1, 65, 140]),
     n=st.sampled_from([2, 64, 130, 272]),
-    k=st.sampled_from([8, 130, 300]),
+    k=st.sampled_from([1, 8, 130, 300]),
     activation=st.sampled_from(ACTIVATIONS),
     has_bias=st.booleans(),
     has_residual=st.booleans(),

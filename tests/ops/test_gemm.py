@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.gemm import MATMUL, MatmulCall, matmul
+from rooftile.ops.gemm import MATMUL, MatmulCall, matmul, matmul_call
 from tests.ops.accuracy import assert_rows_close, dtype_for, kernels_to_test, opcheck
 
 KERNELS = kernels_to_test(MATMUL)
@@ -179,6 +179,14 @@ def test_the_vendor_comes_before_the_reference(device: str, size: int) -> None:
     )
     shares = [MATMUL.kernel(family).efficiency_of(call) for family in ("torch", "reference")]
     assert 1 > shares[0] > 100 * shares[1] > 0
+
+
+def test_a_matrix_of_one_row_or_column_lies_as_kernels_want_it() -> None:
+    for k, n in ((1, 6), (6, 1), (1, 1)):
+        call = matmul_call(torch.randn(3, k), torch.randn(n, k).T)
+        assert (call.a_layout, call.b_layout) == ("row", "column")
+    assert matmul_call(torch.randn(3, 4), torch.randn(4, 5)).b_layout == "row"
+    assert matmul_call(torch.randn(4, 3).T, torch.randn(4, 10)[:, ::2]).b_layout == "strided"
 
 
 def test_a_batch_invariant_product_goes_to_a_kernel_that_promises_it() -> None:

@@ -180,11 +180,17 @@ def _check_dtypes(
     return fp8
 
 
-def _layout(x: Tensor) -> str:
+def _layout(x: Tensor, preferred: str) -> str:
+    """preferred: of a matrix that lies either way, since it has one row or column."""
     rows, columns = x.shape
+    found = []
     if x.stride(1) == 1 or columns == 1:
-        return "row"
-    return "column" if x.stride(0) == 1 or rows == 1 else "strided"
+        found.append("row")
+    if x.stride(0) == 1 or rows == 1:
+        found.append("column")
+    if not found:
+        return "strided"
+    return preferred if preferred in found else found[0]
 
 
 def _call(
@@ -205,8 +211,8 @@ def _call(
         a.shape[0],
         b.shape[1],
         a.shape[1],
-        _layout(a),
-        "int4_words" if b.dtype == torch.int32 else _layout(b),
+        _layout(a, "row"),
+        "int4_words" if b.dtype == torch.int32 else _layout(b, "column"),
         activation,
         bias is not None,
         residual is not None,
