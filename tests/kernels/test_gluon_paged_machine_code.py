@@ -25,7 +25,8 @@ from tests.support.machine_code import (  # noqa: E402
 
 SHARED_MEMORY_OF_AN_SM = 228 * 1024
 RESERVED = 1024  # of a CTA
-OUTSIDE_LOOPS = 200  # accesses of a prefill to local memory, once an item, most where weights overflow
+# Accesses of a prefill to local memory, once an item, most where weights overflow.
+OUTSIDE_LOOPS = 200
 PLAIN, EVERYTHING = (False, True, False, False), (True, True, True, True)
 POINTERS = {
     **dict.fromkeys(("lse", "partial_out", "partial_lse", "sink", "k_scale", "v_scale"), "*fp32"),
