@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from rooftile import LLM, SamplingParams
+from rooftile.kernels.cpu.arena import trim
 from tests.engine.conftest import write_model
 
 
 def resident() -> int:
+    """Bytes in use. What the C library keeps for later, more or less by what ran before, is not."""
+    gc.collect()
+    trim()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
