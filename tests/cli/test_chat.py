@@ -111,7 +111,7 @@ def test_ctrl_c_and_ctrl_d_in_a_terminal() -> None:
         _read_until(ours, b"[stopped]")
         _read_until(ours, b"> ")
         # At the prompt: a hint, not the end.
-        _press_until(lambda seconds: _read_until(ours, b"leaves]", seconds), ours, b"\x03", b" ")
+        _press_until(lambda seconds: _read_until(ours, b"leaves]", seconds), ours, b"\x03")
         os.write(ours, b"again\n")
         _read_until(ours, b"w w w ")
         os.write(ours, b"\x03")
@@ -132,12 +132,8 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _press_until(
-    done: Callable[[float], object], terminal: int, key: bytes, wakes: bytes = b""
-) -> None:
+def _press_until(done: Callable[[float], object], terminal: int, key: bytes) -> None:
     """Press a key, and again where it was lost, until done(seconds to wait) does not raise.
-
-    wakes: pressed before each further attempt, where the key makes a signal and no input.
 
     Python's input() shows its prompt a moment before it waits for keys and signals; what is pressed
     in between may be noticed with the next key only, which a person hardly ever meets.
@@ -147,7 +143,6 @@ def _press_until(
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             done(seconds)
             return
-        os.write(terminal, wakes)
     done(20)
 
 
