@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import RMSNorm
-from rooftile.ops.differential import PAGED_DIFFERENTIAL, plan_differential
+from rooftile.ops.differential import PAGED_DIFFERENTIAL, differential_call, plan_differential
 from rooftile.ops.paged import APPEND_KV, plan_arguments
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import AttentionPlan, KVSpec, PagedBatch
@@ -66,9 +66,7 @@ class DifferentialAttentionLayer(AttentionLayer):
 
     def call(self, hidden: Tensor, k_pages: Tensor, v_pages: Tensor) -> Hashable:
         q = hidden.new_empty(0, self.num_heads // 2, self.head_dim)
-        return PAGED_DIFFERENTIAL.call(
-            q, q, k_pages, v_pages, q, self.left_window, 0, 0.0, None, []
-        )
+        return differential_call(q, k_pages, v_pages, self.left_window, 0)
 
     def plan(self, call: Any, batch: PagedBatch, tokens: int) -> tuple[PagedBatch, AttentionPlan]:
         return plan_differential(call, batch, tokens)

@@ -24,7 +24,7 @@ from rooftile.ops.attention import (
 )
 from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
 from rooftile.ops.operator import GPU_FAMILIES, Operator
-from rooftile.ops.paged import make_plan
+from rooftile.ops.paged import make_plan, no_plan
 from rooftile.ops.paged_check import check_batch, check_pages
 from rooftile.types import AttentionPlan, PagedBatch
 
@@ -246,10 +246,10 @@ def _call(
     )
 
 
-def _paged_call(
-    q1: Tensor, q2: Tensor, k_pages: Tensor, v_pages: Tensor, lam: Tensor, *rest: Any
+def differential_call(
+    q1: Tensor, k_pages: Tensor, v_pages: Tensor, left: int, right: int
 ) -> DifferentialCall:
-    *_, left, right, _, _, _ = rest
+    """Of attention over pages."""
     return DifferentialCall(
         *(q1.device.type, q1.dtype, q1.shape[1], k_pages.shape[1], q1.shape[2], v_pages.shape[3]),
         *(left, right),
@@ -264,7 +264,7 @@ def plan_differential(
     """A step's plan, which is that of plain attention by both queries of each pair."""
     family = PAGED_DIFFERENTIAL.choose(call, kernel)
     if family not in GPU_FAMILIES:
-        return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+        return batch, no_plan(family, batch)
     keys = call.k_dim if call.shared_keys else 2 * call.k_dim
     stacked = AttentionCall(
         *(call.device, call.dtype, 2 * call.num_q_pairs, call.num_kv_pairs, keys, call.v_dim),
@@ -326,7 +326,9 @@ PAGED_DIFFERENTIAL = Operator(
     f" {_OPTIONS}, Tensor? plan, SymInt[] split) -> {_RESULTS}",
     module="differential",
     families=("gluon", "triton", "cpu", "torch", "reference"),
-    call=_paged_call,
+    call=lambda q1, q2, k_pages, v_pages, lam, *rest: differential_call(
+        q1, k_pages, v_pages, *rest[-5:-3]
+    ),
     fake=lambda q1, q2, k_pages, v_pages, *_: _fake(q1, v_pages),
 )
 

@@ -24,7 +24,7 @@ from rooftile.ops.attention import (
 from rooftile.ops.check import check_same, check_shape, require
 from rooftile.ops.dual_chunk_rotary import check_chunks, refuse_gradient
 from rooftile.ops.operator import GPU_FAMILIES, Operator
-from rooftile.ops.paged import make_plan
+from rooftile.ops.paged import make_plan, no_plan
 from rooftile.ops.paged_check import check_batch, check_pages
 from rooftile.types import AttentionPlan, PagedBatch
 
@@ -233,7 +233,7 @@ def plan_dual_chunk(
     """
     family = PAGED_DUAL_CHUNK.choose(call, kernel)
     if family not in GPU_FAMILIES:
-        return batch, AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+        return batch, no_plan(family, batch)
     if batch.max_q_len > 1:
         pieces = cut_at_chunks(
             batch.cu_seqlens_q, batch.kv_lens, batch.page_table, tokens, call.chunk_len

@@ -188,11 +188,16 @@ def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) 
     family = PAGED_ATTENTION.choose(call, kernel)
     split = _split(family, call, batch, tokens)
     if split is None:
-        return AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
+        return no_plan(family, batch)
     prefix = batch.prefix if split.groups else None
     shared = (None, None) if prefix is None else (prefix.first, prefix.lens)
     buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, *shared, "auto")
     return AttentionPlan(family, split, buffer)
+
+
+def no_plan(family: str, batch: PagedBatch) -> AttentionPlan:
+    """The choice of a kernel that follows none."""
+    return AttentionPlan(family, None, batch.kv_lens.new_empty(0, dtype=torch.int32))
 
 
 def follows_plan(call: AttentionCall) -> bool:
