@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, check_peers, families_of
 from rooftile.ops.attention import (
     ATTENTION,
     ATTENTION_VARLEN,
@@ -185,8 +185,7 @@ def _peer(
     cu: tuple[Tensor, Tensor] | None,
 ) -> Run | str:
     """A call of the peer, or why there is none."""
-    if peer not in PEERS:
-        raise ValueError(f"there is no peer {peer!r} for attention; choose from {', '.join(PEERS)}")
+    check_peers("attention", [peer], PEERS)
     if peer == "sdpa" and q.is_cuda:
         return "on a GPU torch's SDPA is cudnn or fa2"
     if peer != "sdpa" and not q.is_cuda:

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from rooftile.bench.ops.kinds import case_of, checker, gathered, keys_of, softmax_of
 from rooftile.bench.ops.paged import Inputs, inputs
-from rooftile.bench.ops.suite import Problem, Run, Suite, families_of
+from rooftile.bench.ops.suite import Problem, Run, Suite, check_peers, families_of
 from rooftile.ops.attention import attention
-from rooftile.ops.differential import DIFFERENTIAL, PAGED_DIFFERENTIAL, plan_differential
+from rooftile.ops.differential import (
+    DIFFERENTIAL,
+    PAGED_DIFFERENTIAL,
+    differential_call,
+    plan_differential,
+)
 from rooftile.ops.paged import paged_attention, plan_arguments, plan_paged_attention
 from rooftile.planning.decode_case import DecodeCase
 from rooftile.planning.roofline import Work, attention_work
@@ -43,11 +48,7 @@ def make(
 ) -> Problem:
     """`kernels` None: every family that supports the call, the plain reference only on a CPU."""
     case, dense, _ = case_of(name)
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise ValueError(
-            f"there is no peer {unknown[0]!r} for differential; choose from {', '.join(PEERS)}"
-        )
+    check_peers("differential", peers, PEERS)
     dim = case.k_dim
     both = replace(case, k_dim=2 * dim, v_dim=2 * dim)  # a slot's two keys, and its value
     made = inputs(both, device, dtype)
@@ -66,9 +67,7 @@ def make(
         keys = (k1.contiguous(), k2.contiguous())
     else:
         v = made.v_pages
-        call = PAGED_DIFFERENTIAL.call(
-            *(q1, q2, made.k_pages, v, lam, None, None, None, 1, 1, -1, 0, 1.0, None, [])
-        )
+        call = differential_call(q1, made.k_pages, v, -1, 0)
         families = families_of(PAGED_DIFFERENTIAL, call, device, kernels)
         runs = {family: _paged(q1, q2, made, lam, call, family) for family in families}
         keys = tuple(x.contiguous() for x in made.k_pages.chunk(2, -1))  # type: ignore[assignment]

@@ -15,9 +15,15 @@ from torch import Tensor
 
 from rooftile.bench.ops.kinds import case_of, checker, gathered, keys_of, softmax_of
 from rooftile.bench.ops.paged import Inputs, inputs
-from rooftile.bench.ops.suite import Problem, Run, Suite, families_of
+from rooftile.bench.ops.suite import Problem, Run, Suite, check_peers, families_of
 from rooftile.ops.attention import attention
-from rooftile.ops.dual_chunk import DUAL_CHUNK, PAGED_DUAL_CHUNK, dual_chunk_call, plan_dual_chunk
+from rooftile.ops.dual_chunk import (
+    DUAL_CHUNK,
+    PAGED_DUAL_CHUNK,
+    DualChunkCall,
+    dual_chunk_call,
+    plan_dual_chunk,
+)
 from rooftile.ops.paged import paged_attention, plan_arguments, plan_paged_attention
 from rooftile.planning.decode_case import DecodeCase
 
@@ -57,11 +63,7 @@ def make(
     case, dense, chunk_len = case_of(name, "chunk")
     if chunk_len < 1:
         raise ValueError(f"case {name!r} has no chunks; add a word such as chunk12288")
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise ValueError(
-            f"there is no peer {unknown[0]!r} for dual_chunk; choose from {', '.join(PEERS)}"
-        )
+    check_peers("dual_chunk", peers, PEERS)
     made = inputs(case, device, dtype)
     generator = torch.Generator(device).manual_seed(2)
     queries = torch.empty(3, *made.q.shape, device=device, dtype=dtype).normal_(generator=generator)
@@ -77,7 +79,7 @@ def make(
     else:
         paged_call = dual_chunk_call(made.q, made.k_pages, made.v_pages, chunk_len, 0.0)
         families = families_of(PAGED_DUAL_CHUNK, paged_call, device, kernels)
-        runs = {family: _paged(queries, made, chunk_len, family) for family in families}
+        runs = {family: _paged(queries, made, paged_call, family) for family in families}
         others = {peer: _plain_paged(queries[0], made, of_peer[peer]) for peer in peers}
     check = _checker(case, made, queries, chunk_len)
     return Problem(case.name, case.work(), runs, others, {}, check)
@@ -91,13 +93,12 @@ def _dense(queries: tuple[Tensor, ...], k: Tensor, v: Tensor, chunk_len: int, fa
     return lambda: DUAL_CHUNK.handle(*queries, k, v, chunk_len, 0.0, scale, family)[0]
 
 
-def _paged(queries: Tensor, made: Inputs, chunk_len: int, family: str) -> Run:
-    call = dual_chunk_call(made.q, made.k_pages, made.v_pages, chunk_len, 0.0)
+def _paged(queries: Tensor, made: Inputs, call: DualChunkCall, family: str) -> Run:
     batch, plan = plan_dual_chunk(call, made.batch, made.q.shape[0], family)
     return lambda: PAGED_DUAL_CHUNK.handle(
         *(*queries, made.k_pages, made.v_pages),
         *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table, batch.max_q_len, batch.max_kv_len),
-        *(chunk_len, 0.0, made.q.shape[-1] ** -0.5, *plan_arguments(plan), family),
+        *(call.chunk_len, 0.0, made.q.shape[-1] ** -0.5, *plan_arguments(plan), family),
     )[0]
 
 

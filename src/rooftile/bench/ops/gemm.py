@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, check_peers, families_of
 from rooftile.ops.gemm import MATMUL, matmul, matmul_call
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import product_of
@@ -75,11 +75,7 @@ def make(
     call = matmul_call(a, b)
     # torch is a peer, by its own name.
     families = families_of(MATMUL, call, device, kernels, left_out=("torch",))
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise ValueError(
-            f"there is no peer {unknown[0]!r} for matmul; choose from {', '.join(PEERS)}"
-        )
+    check_peers("matmul", peers, PEERS)
     runs: dict[str, Run] = {family: _ours(a, b, family) for family in families}
     others: dict[str, Run] = {peer: lambda: torch.mm(a, b) for peer in peers}
     work = linear_work(product.m, product.k, product.n, dtype.itemsize)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, families_of
+from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, check_peers, families_of
 from rooftile.ops.paged import (
     PAGED_ATTENTION,
     paged_attention,
@@ -177,8 +177,7 @@ def _ours(made: Inputs, family: str) -> Run:
 
 def _peer(peer: str, case: DecodeCase, made: Inputs) -> Run | str:
     """A call of the peer, or why there is none."""
-    if peer not in PEERS:
-        raise ValueError(f"there is no peer {peer!r} for paged; choose from {', '.join(PEERS)}")
+    check_peers("paged", [peer], PEERS)
     if peer == "read":
         if not made.q.is_cuda:
             return "it needs an NVIDIA GPU"

@@ -40,6 +40,15 @@ def families_of(
     return list(asked)
 
 
+def check_peers(operator: str, peers: Sequence[str], known: Collection[str]) -> None:
+    """Raises ValueError for the first that is not known."""
+    for peer in peers:
+        if peer not in known:
+            raise ValueError(
+                f"there is no peer {peer!r} for {operator}; choose from {', '.join(known)}"
+            )
+
+
 @dataclass(frozen=True)
 class Problem:
     """One case on one device, with everybody who computes it.
