@@ -86,19 +86,18 @@ def matmul(
             f"{', '.join(repr(x) for x in ACTIVATIONS if x != 'none')}"
         ),
     )
+    check_tensors(name, a=a)
     packed = isinstance(b, PackedWeight)
-    in_features = b.shape[1] if isinstance(b, PackedWeight) else None
     if isinstance(b, PackedWeight):
+        shape = [b.shape[1], b.shape[0]]
         b, scale_b = _codes(name, b, scale_a, scale_b)
-    check_tensors(name, a=a, b=b)
-    if in_features is None:
-        in_features = b.shape[0] if b.dim() == 2 else -1
+    else:
+        check_tensors(name, b=b)
+        shape = list(b.shape)
     require(
-        a.dim() >= 2 and a.shape[-1] == in_features,
+        a.dim() >= 2 and len(shape) == 2 and a.shape[-1] == shape[0],
         lambda: (
-            f"{name}: a has shape {list(a.shape)} and b "
-            f"{[in_features, b.shape[1]] if packed else list(b.shape)}; "
-            f"expected [..., m, k] and [k, n]"
+            f"{name}: a has shape {list(a.shape)} and b {shape}; expected [..., m, k] and [k, n]"
         ),
     )
     check_device(name, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b)
@@ -109,9 +108,11 @@ def matmul(
         lambda: f"{name}: b has {n} columns; {chosen!r} needs an even number, gate and value",
     )
     out_columns = n // 2 if is_gated(chosen) else n
-    fp8 = False if packed else _check_dtypes(name, a, b, scale_a, scale_b)
+    fp8 = False
     if packed:
         check_float(name, a=a)
+    else:
+        fp8 = _check_dtypes(name, a, b, scale_a, scale_b)
     out_dtype = out_dtype or (torch.bfloat16 if fp8 else a.dtype)
     require(
         out_dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),

@@ -42,9 +42,8 @@ L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass throu
 SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
 LAUNCH_SECONDS = 4.5e-6
 MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
-APART_ROWS = (
-    65  # at 64, 4096 x 14336 took 39.6 microseconds so, and 35.7 with parts that are awaited
-)
+# At 64 rows, 4096 x 14336 took 39.6 microseconds so, and 35.7 with parts that are awaited.
+APART_ROWS = 65
 APART_BANDWIDTH = 5.0e12  # of parts that are written, and read by another launch
 APART_SECONDS = 2.0e-6
 APART_TOGETHER, APART_ROUND = 8, 0.6e-6  # parts that are read at a time, and how long that takes

@@ -26,10 +26,9 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
-from rooftile.planning.stream_k_cost import broken_share
+from rooftile.planning.stream_k_cost import LINE_BYTES, broken_share
 
 FP8 = torch.float8_e4m3fn
-_LINE_BYTES = 128
 _PART_COLUMNS = 4  # multiples of 16 bytes
 _TMA_BYTES = 16  # multiples that the copy engine can address
 # Where both are predicted to take as long the vendor's library is as good: with this "auto" lost 0.8%
@@ -230,7 +229,7 @@ def _launch(
             _describe(
                 out_dtype,
                 (out_m, out_n),
-                (out_stride if addressable else _LINE_BYTES, True),
+                (out_stride if addressable else LINE_BYTES, True),
                 out_box,
             ),
         ),

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
+from rooftile.planning.stream_k_cost import LINE_BYTES
 
-_LINE_BYTES = 128
 _UNITS_OF_A_CTA = 2048  # in flight at a time: 16 a thread
 _MOST_COLUMNS = 1024
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -110,7 +110,7 @@ def _copy_rows(*pairs: tuple[Tensor, Tensor]) -> None:
 
 def _new(x: Tensor) -> Tensor:
     rows, columns = x.shape
-    line = _LINE_BYTES // x.element_size()
+    line = LINE_BYTES // x.element_size()
     return x.new_empty((rows, -(-columns // line) * line))[:, :columns]
 
 
