@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import (
-    check_float,
-    check_tensors,
-    require,
-)
+from rooftile.ops.check import check_float, check_tensors, require
 from rooftile.ops.operator import Operator
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}

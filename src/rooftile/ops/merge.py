@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import (
-    check_device,
-    check_float,
-    check_shape,
-    check_tensors,
-    require,
-)
+from rooftile.ops.check import check_device, check_float, check_shape, check_tensors, require
 from rooftile.ops.operator import Operator
 
 
