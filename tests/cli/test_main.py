@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rooftile import __version__ as rooftile_version
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions
 
@@ -31,6 +32,13 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
     assert "Usage: " in out
     assert out.endswith("heavy: []\n")
+
+
+def test_the_module_is_the_command_and_tells_its_version() -> None:
+    command = [sys.executable, "-m", "rooftile", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == f"rooftile {rooftile_version}\n"
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_every_command_is_listed(rooftile: Run) -> None:

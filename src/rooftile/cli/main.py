@@ -28,8 +28,22 @@ app = typer.Typer(
 )
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        from rooftile import __version__
+
+        typer.echo(f"rooftile {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=show_version, help="Show the version and exit."
+        ),
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option("--debug", envvar="ROOFTILE_DEBUG", help="Show tracebacks of errors."),
