@@ -54,5 +54,16 @@ def dtype_for(kernel: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def opcheck(operator: Operator, *arguments: Any, **options: Any) -> None:
-    """torch's own checks of schema, fake implementation, autograd registration, AOT dispatch."""
+    """torch's own checks of schema, fake implementation, autograd registration, AOT dispatch; and that
+    autocast changes nothing, whichever kernel runs.
+    """
     torch.library.opcheck(operator.handle, (*arguments, "auto"), **options)
+    call = operator.call(*arguments)
+    for family in kernels_to_test(operator):
+        if operator.refusal(call, family) is not None:
+            continue
+        with torch.no_grad():
+            alone = operator.handle(*arguments, family)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                within = operator.handle(*arguments, family)
+        torch.testing.assert_close(within, alone, rtol=0, atol=0, equal_nan=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.eager import CheckedCalls, undispatched
+from rooftile.ops.linear import linear
+from rooftile.ops.modifiers import score_mod
 from rooftile.ops.operator import contents_checked
 
 
@@ -20,6 +25,8 @@ def test_only_where_nobody_looks() -> None:
     with torch.no_grad():
         assert undispatched(x, wants_gradient)
     with torch.profiler.profile():
+        assert not undispatched(x)
+    with torch.autocast("cpu"):
         assert not undispatched(x)
     with FakeTensorMode():
         assert not undispatched(x)
@@ -75,6 +82,43 @@ def test_contents_on_a_gpu_are_checked_where_asked_to(monkeypatch: pytest.Monkey
             monkeypatch.setenv("ROOFTILE_CHECK", value)
         assert contents_checked(Elsewhere()) == checked  # type: ignore[arg-type]
     assert contents_checked(torch.zeros(1))
+
+
+def operators(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    heads = attention(q, k, v, causal=True, kernel="reference")
+    assert isinstance(heads, Tensor)
+    return linear(heads.flatten(2), weight)
+
+
+def modified(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """Torch code of ours without an operator around it, where gradients are wanted."""
+    doubled = score_mod(None, reference=lambda score, b, h, i, j: 2 * score)
+    out = attention(q, k, v, score_mod=doubled)
+    with_alibi = attention(q, k, v, alibi_slopes=slopes)
+    assert isinstance(out, Tensor)
+    assert isinstance(with_alibi, Tensor)
+    return out + with_alibi
+
+
+@pytest.mark.parametrize(
+    ("function", "last"),
+    [
+        (operators, torch.randn(3, 16)),
+        (torch.compile(operators, fullgraph=True, backend="aot_eager"), torch.randn(3, 16)),
+        (modified, torch.rand(2)),
+    ],
+)
+def test_autocast_changes_neither_results_nor_gradients(
+    function: Callable[..., Tensor], last: Tensor
+) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    found = []
+    for enabled in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v, last)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = function(*inputs)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), inputs)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:

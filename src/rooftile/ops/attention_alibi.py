@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.kernels.reference import attention_alibi as reference
 from rooftile.ops.attention_call import AttentionCall, attention_call, fake_attention
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import Operator, exactly
 
 
 def _call(
@@ -66,4 +66,4 @@ def run_alibi(
         )
     ragged = operator is ATTENTION_VARLEN_ALIBI
     function = reference.attention_varlen_alibi if ragged else reference.attention_alibi
-    return function(*tensors, sink, slopes, *options)
+    return exactly(function, *tensors, sink, slopes, *options)

@@ -13,7 +13,7 @@ from rooftile.kernels.modifiers import Modifier
 from rooftile.kernels.reference import attention_mods as reference
 from rooftile.ops.attention_call import AttentionCall, attention_call, fake_attention
 from rooftile.ops.modifiers import parts
-from rooftile.ops.operator import Operator
+from rooftile.ops.operator import Operator, exactly
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ def run_modified(
         )
     ragged = operator is ATTENTION_VARLEN_MODS
     function = reference.attention_varlen_mods if ragged else reference.attention_mods
-    return function(*arguments)
+    return exactly(function, *arguments)

@@ -18,8 +18,8 @@ def undispatched(*tensors: Tensor) -> bool:
     """Whether a kernel may be called on these tensors directly.
 
     Not while something records or transforms operators (compilation, tracing, torch_dispatch modes,
-    functorch, the profiler), not for subclasses or what is no tensor, and not where a gradient is
-    wanted.
+    functorch, the profiler, autocast), not for subclasses or what is no tensor, and not where a
+    gradient is wanted.
     """
     if (
         torch.compiler.is_compiling()
@@ -27,6 +27,7 @@ def undispatched(*tensors: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled()
         or profiler._is_profiler_enabled
     ):
         return False

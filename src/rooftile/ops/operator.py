@@ -63,7 +63,10 @@ class Operator:
         self, backward: Callable[..., Any], setup_context: Callable[..., None]
     ) -> None:
         torch.library.register_autograd(
-            f"rooftile::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
+            f"rooftile::{self.name}",
+            lambda *args: exactly(backward, *args),
+            setup_context=setup_context,
+            lib=LIBRARY,
         )
 
     def kernel(self, family: str) -> Kernel | str:
@@ -112,7 +115,20 @@ class Operator:
         family = _choose(self.name, self._call(*arguments), requested)
         kernel = _load(self.name, self.module, family)
         assert isinstance(kernel, Kernel)
-        return kernel.run(*arguments)
+        return exactly(kernel.run, *arguments)
+
+
+def exactly(run: Callable[..., Any], *arguments: Any) -> Any:
+    """run(*arguments) without autocast, which would round the products inside of `run` and change the
+    dtype of its results.
+    """
+    if torch.compiler.is_dynamo_compiling():  # it knows only this way
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return run(*arguments)
+    if not torch._C._is_any_autocast_enabled():
+        return run(*arguments)
+    with torch._C._DisableAutocast():
+        return run(*arguments)
 
 
 @cache
