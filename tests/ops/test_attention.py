@@ -38,7 +38,7 @@ ON_A_CPU = ("torch", "reference")
     window=oracle.WINDOWS,
     softcap=oracle.SOFTCAPS,
     sink_kind=oracle.SINKS,
-    scale=st.sampled_from([None, 0.3]),
+    scale=st.sampled_from([None, 0.3, -0.2, 0.0]),
     strided=st.booleans(),
     seed=st.integers(0, 2**32),
 )
@@ -301,7 +301,17 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         "softcap is -1": lambda: attention(q, k, k, softcap=-1.0),
         "softmax_scale is nan": lambda: attention(q, k, k, softmax_scale=math.nan),
         "softmax_scale is 1000": lambda: attention(q, k, k, softmax_scale=10**400),
-        "softmax_scale is big": lambda: attention(q, k, k, softmax_scale="big"),  # type: ignore[arg-type]
+        "softmax_scale is 'big'": lambda: attention(q, k, k, softmax_scale="big"),  # type: ignore[arg-type]
+        r"softmax_scale is tensor\(0.5": lambda: attention(
+            q,
+            k,
+            k,
+            softmax_scale=torch.tensor(0.5, requires_grad=True),  # type: ignore[arg-type]
+        ),
+        "softcap is 1e-300; it must be 0, which turns it off, or a number from 1e-37": lambda: (
+            attention(q, k, k, softcap=1e-300)
+        ),
+        r"softcap is 1e\+300": lambda: attention(q, k, k, softcap=1e300),
         "softcap is None": lambda: attention(q, k, k, softcap=None),  # type: ignore[arg-type]
         r"window is 5; expected \(left": lambda: attention(q, k, k, window=5),  # type: ignore[arg-type]
         r"sink has shape \[2\]; expected \[num_q_heads\] = \[4\]": lambda: attention(

@@ -50,8 +50,9 @@ def attend(
     lam: Tensor | float,
     causal: bool = False,
     window: Window = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = {"causal": causal, "window": window}
+    options = {"causal": causal, "window": window, "softmax_scale": scale}
     out1, lse1 = oracle.attend(q1, k1, v, **options)
     out2, lse2 = oracle.attend(q2, k1 if k2 is None else k2, v, **options)
     wide = torch.as_tensor(lam, dtype=torch.float64)[..., None]
@@ -85,6 +86,7 @@ def assert_close(
     lam_kind=LAMBDAS,
     causal=st.booleans(),
     window=oracle.WINDOWS,
+    scale=st.sampled_from([None, 0.3, -0.2, 0.0]),
     dtype=oracle.DTYPES,
     strided=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -100,6 +102,7 @@ def test_dense(
     lam_kind: str,
     causal: bool,
     window: Window,
+    scale: float | None,
     dtype: torch.dtype,
     strided: bool,
     seed: int,
@@ -120,6 +123,7 @@ def test_dense(
         *(q1, k1, q2, second, v, lam),
         causal=causal,
         window=window,
+        softmax_scale=scale,
         return_lse=True,
         kernel=kernel,
     )
@@ -129,6 +133,7 @@ def test_dense(
             lam[b] if lam_kind == "tokens" else lam,
             causal,
             window,
+            scale,
         )
         assert_close((got[0][b], got[1][b], got[2][b]), expected, dtype)
 
@@ -348,6 +353,7 @@ V = torch.zeros(1, 5, 2, 16)
             r"lam has shape \[3\]; expected a number, \[num_q_pairs\] = \[4\]",
         ),
         ({"lam": math.nan}, "lam is nan; give a finite number or a tensor"),
+        ({"lam": 1e300}, "lam is 1e[+]300; give a finite number or a tensor"),
         ({"lam": 10**400}, "give a finite number or a tensor"),
         ({"q2": None}, "q2 is None; it must be a tensor"),
         ({"lam": "half"}, "lam is 'half'; give a finite number or a tensor"),

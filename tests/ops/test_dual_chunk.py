@@ -103,6 +103,7 @@ def draw_queries(
     chunk=CHUNKS,
     dtype=oracle.DTYPES,
     softcap=oracle.SOFTCAPS,
+    scale=st.sampled_from([None, 0.3, -0.2, 0.0]),
     strided=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -116,6 +117,7 @@ def test_dense(
     chunk: tuple[int, int],
     dtype: torch.dtype,
     softcap: float,
+    scale: float | None,
     strided: bool,
     seed: int,
 ) -> None:
@@ -131,12 +133,13 @@ def test_dense(
         chunk_size=chunk[0],
         local_size=chunk[1],
         softcap=softcap,
+        softmax_scale=scale,
         return_lse=True,
         kernel=kernel,
     )
     for b in range(batch):
         one = (queries[0][b], queries[1][b], queries[2][b])
-        expected = attend(one, k[b], v[b], chunk, softcap)
+        expected = attend(one, k[b], v[b], chunk, softcap, scale)
         oracle.assert_attention_close((out[b], lse[b]), expected, dtype)
 
 
@@ -405,7 +408,7 @@ X = torch.zeros(1, 5, 2, 8)
         ({"q_succ": X[:, :4]}, r"q_succ has shape \[1, 4, 2, 8\]; expected the shape of q_intra"),
         ({"q_inter": X.double()}, "q_inter is torch.float64 but q_intra is torch.float32"),
         ({"k": X[..., :1, :4]}, "q has dim 8 and k has dim 4"),
-        ({"softcap": -1.0}, "softcap is -1.0; it must be finite and >= 0"),
+        ({"softcap": -1.0}, "softcap is -1.0; it must be 0, which turns it off"),
         (
             {"kernel": "cuda"},
             "kernel='cuda' does not exist; choose 'auto' or one of 'gluon', 'triton'",

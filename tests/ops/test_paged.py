@@ -141,6 +141,7 @@ def check(paged: Paged, dtype: torch.dtype, kernel: str, **options: Any) -> None
     causal=st.booleans(),
     window=oracle.WINDOWS,
     softcap=oracle.SOFTCAPS,
+    scale=st.sampled_from([None, None, -0.2, 0.0]),
     sink_kind=oracle.SINKS,
     garbage=GARBAGE,
     apart=st.booleans(),
@@ -157,6 +158,7 @@ def test_equals_the_oracle(
     causal: bool,
     window: tuple[int | None, int | None] | None,
     softcap: float,
+    scale: float | None,
     sink_kind: float | None,
     garbage: int,
     apart: bool,
@@ -179,7 +181,8 @@ def test_equals_the_oracle(
         apart=apart,
     )
     sink = oracle.sink_of(g, heads[0], sink_kind)
-    check(paged, dtype, kernel, causal=causal, window=window, softcap=softcap, sink=sink)
+    options = {"causal": causal, "window": window, "softcap": softcap, "softmax_scale": scale}
+    check(paged, dtype, kernel, sink=sink, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -6,7 +6,6 @@ Sinks are those of Xiao et al. 2023 in the learned form of gpt-oss: one more log
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +32,8 @@ from rooftile.ops.operator import Operator, contents_checked
 
 Window = tuple[int | None, int | None]
 UNREACHABLE = 2**31 - 1  # a window side that no sequence is as long as
-FLOAT_MAX = sys.float_info.max
+FLOAT32_MAX = 3.4e38
+LEAST_SOFTCAP = 1e-37  # whose inverse is a float32 too
 _CHECKED = CheckedCalls()
 _CHECKED_VARLEN = CheckedCalls()
 
@@ -261,14 +261,23 @@ def check_options(
     )
     left, right = (-1 if side is None or side >= UNREACHABLE else side for side in sides)
     require(
-        is_finite(softcap) and softcap >= 0,
-        lambda: f"{name}: softcap is {softcap}; it must be finite and >= 0 (0 turns it off)",
+        is_finite(softcap) and (softcap == 0 or softcap >= LEAST_SOFTCAP),
+        lambda: (
+            f"{name}: softcap is {softcap!r:.80}; it must be 0, which turns it off, or a number from "
+            f"{LEAST_SOFTCAP} to {FLOAT32_MAX}"
+        ),
     )
     if softmax_scale is None:
         scale = q.shape[-1] ** -0.5
     else:
         scale = softmax_scale
-        require(is_finite(scale), lambda: f"{name}: softmax_scale is {scale}; it must be finite")
+        require(
+            is_finite(scale),
+            lambda: (
+                f"{name}: softmax_scale is {scale!r:.80}; it must be a finite number, at most "
+                f"{FLOAT32_MAX} on either side"
+            ),
+        )
     if sink is not None:
         check_float(name, sink=sink)
         check_shape(name, "sink", sink, (q.shape[-2],), "[num_q_heads]")
@@ -296,9 +305,11 @@ def check_alibi(
 
 
 def is_finite(number: float) -> bool:
-    """By comparison, which torch.compile traces for numbers that it does not know yet."""
+    """Whether it is a number, and finite in float32. By comparison, which torch.compile traces for
+    numbers that it does not know yet. A tensor is none: its gradient would be lost.
+    """
     try:
-        return -FLOAT_MAX <= number <= FLOAT_MAX
+        return not isinstance(number, Tensor) and -FLOAT32_MAX <= number <= FLOAT32_MAX
     except TypeError:
         return False
 

@@ -33,6 +33,8 @@ def attend(
     first_row = max(0, m - n - right) if right >= 0 else 0
     if n == 0 or first_row >= m or q.shape[0] == 0:
         return
+    if scale <= 0:  # the fused kernel scales what it has hidden: -inf would be NaN, or inf
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q = q.transpose(1, 2)
     bounded_left, bounded_right = 0 <= left < n - 1, 0 <= right < m - 1
