@@ -293,6 +293,20 @@ def test_a_query_that_sees_nothing_has_no_gradient() -> None:
     assert bool(q.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("kernel", ["auto", *on_cpu(DIFFERENTIAL)])
+def test_lam_of_a_query_that_sees_nothing_is_not_read(kernel: str) -> None:
+    q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 2, 2, 4), torch.randn(1, 2, 2, 8)
+    lam = torch.full((1, 5, 2), math.nan)
+    lam[:, 3:] = 0.5
+    inputs = [x.requires_grad_() for x in (q, k, v, lam)]
+    out = differential_attention(q, k, 2 * q, k, v, lam, causal=True, kernel=kernel)
+    assert isinstance(out, Tensor)
+    assert bool((out[:, :3] == 0).all())
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert bool((gradients[3][:, :3] == 0).all())
+
+
 def test_schemas() -> None:
     g = torch.Generator().manual_seed(0)
     q1, q2 = (oracle.draw(g, torch.float32, 1, 9, 4, 3).requires_grad_() for _ in range(2))
@@ -377,6 +391,9 @@ def test_paged_refusals() -> None:
     ):
         paged_differential_attention(q, q, paged.k_pages, paged.v_pages, paged.batch, 0.5)
     q = paged.q[..., :3]
+    narrow = [x.to(torch.float8_e4m3fn) for x in (paged.k_pages, paged.v_pages)]
+    with pytest.raises(ValueError, match="k_pages is torch.float8_e4m3fn but q1 is torch.float32"):
+        paged_differential_attention(q, q, *narrow, paged.batch, 0.5)
     with pytest.raises(NotImplementedError, match="use differential_attention_varlen"):
         paged_differential_attention(
             *(q, q, paged.k_pages, paged.v_pages, paged.batch, torch.rand(4, requires_grad=True))

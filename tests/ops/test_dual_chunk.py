@@ -344,6 +344,18 @@ def test_queries_round_once(dtype: torch.dtype) -> None:
         assert_rows_close(x, y, dtype)
 
 
+def test_the_last_position_of_an_int32() -> None:
+    q, last = torch.randn(1, 2, 8), torch.tensor([2**31 - 1])
+    options = {"chunk_size": 2**20, "local_size": 1, "original_max_position": 100}
+    table = TABLE[:1].expand(2**20 + 1, -1, -1)
+    narrow, wide = (
+        torch.stack(dual_chunk_rotary_embedding(q, at, table, **options))
+        for at in (last.int(), last)
+    )
+    assert torch.equal(narrow, wide)
+    assert bool(narrow.isfinite().all())
+
+
 def test_lengths_take_the_place_of_positions_in_the_factor() -> None:
     q, at = torch.ones(3, 1, 8), torch.tensor([0, 5, 199])
     options = {"chunk_size": 64, "local_size": 16, "original_max_position": 10}
@@ -479,4 +491,9 @@ def test_paged_batches_are_checked() -> None:
             *(paged.q, paged.q, paged.q, paged.k_pages, paged.v_pages, batch),
             chunk_size=12,
             local_size=4,
+        )
+    narrow = [x.to(torch.float8_e4m3fn) for x in (paged.k_pages, paged.v_pages)]
+    with pytest.raises(ValueError, match="k_pages is torch.float8_e4m3fn but q_intra is torch.fl"):
+        paged_dual_chunk_attention(
+            *(paged.q, paged.q, paged.q, *narrow, paged.batch), chunk_size=12, local_size=4
         )

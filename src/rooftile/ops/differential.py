@@ -162,7 +162,7 @@ def paged_differential_attention(
         NotImplementedError: inputs that require a gradient; a kernel that cannot run the call.
     """
     name = "paged_differential_attention"
-    check_pages(name, q1, "q1", k_pages, v_pages)
+    check_pages(name, q1, "q1", k_pages, v_pages, takes_scales=False)
     require(
         q1.shape[-1] > 0 and k_pages.shape[-1] in (q1.shape[-1], 2 * q1.shape[-1]),
         lambda: (

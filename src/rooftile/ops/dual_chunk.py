@@ -162,7 +162,7 @@ def paged_dual_chunk_attention(
         ValueError, NotImplementedError: as `dual_chunk_attention` and `paged_attention`.
     """
     name = "paged_dual_chunk_attention"
-    check_pages(name, q_intra, "q_intra", k_pages, v_pages)
+    check_pages(name, q_intra, "q_intra", k_pages, v_pages, takes_scales=False)
     require(
         q_intra.shape[-1] == k_pages.shape[-1],
         lambda: (

@@ -22,7 +22,12 @@ QUANTISED = (torch.float8_e4m3fn,)  # dtypes of pages that need scales
 
 
 def check_pages(
-    name: str, tokens: Tensor, tokens_name: str, k_pages: Tensor, v_pages: Tensor
+    name: str,
+    tokens: Tensor,
+    tokens_name: str,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    takes_scales: bool = True,
 ) -> None:
     check_tensors(name, **{tokens_name: tokens}, k_pages=k_pages, v_pages=v_pages)
     require(
@@ -38,7 +43,7 @@ def check_pages(
                 f"expected [num_pages, heads, page_size, dim]"
             )
     check_float(name, **{tokens_name: tokens})
-    if k_pages.dtype in QUANTISED:
+    if takes_scales and k_pages.dtype in QUANTISED:
         check_same(name, k_pages=k_pages, v_pages=v_pages)
         check_device(name, **{tokens_name: tokens, "k_pages": k_pages})
     else:

@@ -32,7 +32,7 @@ def differential_attention(
     scale: float,
 ) -> Outputs:  # [b, m, p, e] in q1's dtype, [b, m, p], [b, m, p]
     out1, lse1, out2, lse2 = _both(q1, k1, q2, k2, v, left, right, scale)
-    out = out1 - lam.to(out1.dtype)[..., None] * out2
+    out = out1 - _weights(lam, lse2)[..., None] * out2
     return out.to(q1.dtype), lse1, lse2
 
 
@@ -56,6 +56,11 @@ def _both(
     )
 
 
+def _weights(lam: Tensor, lse2: Tensor) -> Tensor:
+    """lam of each query [b, m, p] in lse2's dtype; 0, whatever it holds, where a query sees nothing."""
+    return lam.to(lse2.dtype).expand(lse2.shape).masked_fill(lse2 == -torch.inf, 0)
+
+
 def differential_attention_backward(
     q1: Tensor,  # [b, m, p, d]
     k1: Tensor,  # [b, n, k, d]
@@ -75,7 +80,7 @@ def differential_attention_backward(
     """Gradients of q1, k1, q2, k2 (empty without one), v and lam."""
     out1, _, out2, _ = _both(q1, k1, q2, k2, v, left, right, scale)
     g = widen(grad_out)
-    wide_lam = lam.to(g.dtype)[..., None]
+    wide_lam = _weights(lam, lse2)[..., None]
     options = (left, right, 0.0, scale)
     wide_v, second = widen(v), widen(k1 if k2 is None else k2)
     grad_q1, grad_k1, grad_v1, _ = plain.attention_backward(

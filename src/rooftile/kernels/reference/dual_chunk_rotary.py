@@ -21,6 +21,7 @@ def dual_chunk_rotary(
     original_max_position: int,  # 0: no length factor
 ) -> Tensor:  # [3, tokens, heads, head_dim]
     chunk_len = chunk_size - local_size
+    positions = positions.long()
     wide = widen(q)
     if original_max_position:
         length = positions + 1 if lengths is None else lengths

@@ -35,9 +35,9 @@ def subtract(out: Tensor, lse: Tensor, lam: Tensor) -> Outputs:
     """out [..., 2 * pairs, v_dim] and lse [..., 2 * pairs] of stacked queries -> those of pairs."""
     first, second = out.unflatten(-2, (out.shape[-2] // 2, 2)).unbind(-2)
     lse1, lse2 = lse.unflatten(-1, (lse.shape[-1] // 2, 2)).unbind(-1)
-    # Nothing is known of a padding token's lam, which may be NaN.
-    share = lam.to(lse.dtype) if lam.dim() == 1 else lam.masked_fill(lse2 == -torch.inf, 0)
-    wide = torch.addcmul(widen(first), share.to(lse.dtype)[..., None], widen(second), value=-1)
+    # Nothing is known of the lam of a query that sees nothing, such as padding: it may be NaN.
+    share = lam.to(lse.dtype).expand(lse2.shape).masked_fill(lse2 == -torch.inf, 0)
+    wide = torch.addcmul(widen(first), share[..., None], widen(second), value=-1)
     return wide.to(out.dtype), lse1.contiguous(), lse2.contiguous()
 
 
