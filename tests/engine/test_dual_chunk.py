@@ -123,6 +123,23 @@ def test_the_factor_of_whole_prompts_reads_no_prefix(
     assert found[1] == expected[1], "a short prompt's own positions decide"
 
 
+@pytest.mark.parametrize("length_factor", ["query", "prompt"])
+@pytest.mark.parametrize("context", [1, 7, 45])
+def test_a_continuation_scores_as_it_was_generated(
+    model: tuple[str, Any], length_factor: str, context: int
+) -> None:
+    """It is none of the prompt whose length counts."""
+    prompt = prompts()[0][:context]
+    for options in ({}, {"max_num_batched_tokens": 7}):
+        llm = load(model[0], dual_chunk={**CHUNKS, "length_factor": length_factor}, **options)
+        (answer,) = llm.generate([prompt], PARAMS)[0].outputs
+        assert answer.logprobs is not None
+        (score,) = llm.score(prompt, [list(answer.token_ids)])
+        assert score.is_greedy
+        generated = [entry.logprob for entry in answer.logprobs]
+        assert list(score.logprobs) == pytest.approx(generated, abs=1e-4)
+
+
 def test_within_a_chunk_and_the_trained_length_it_is_the_plain_model(
     model: tuple[str, Any],
 ) -> None:

@@ -136,11 +136,12 @@ class EngineCore:
         prompt_ids: list[int],
         params: Params,
         cache_salt: Hashable = None,
-        score_from: int = 1,
+        score_from: int | None = None,
     ) -> None:
         """Queue a request.
 
-        score_from: where prompt_logprobs begin; the prefix cache is read up to there.
+        score_from: where prompt_logprobs begin, if not with the second token; the prefix cache is
+            read up to there, and the tokens from there on are a continuation, not the prompt's.
 
         Raises:
             ValueError: what `Limits.check` refuses, or an id that is in use.
@@ -166,7 +167,8 @@ class EngineCore:
             stop_token_ids=eos | frozenset(params.stop_token_ids),
             cache_root=cache_salt,
             beam=beam,
-            score_next=score_from,
+            score_next=score_from or 1,
+            context_len=score_from or len(prompt_ids),
         )
         self._num_arrivals += 1
         self._prompt_tokens += len(prompt_ids)

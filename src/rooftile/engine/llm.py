@@ -229,7 +229,7 @@ class LLM:
         self._core.reset_prefix_cache()
 
     def _add(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], score_from: int = 1
+        self, prompts: Sequence[Prompt], params: Sequence[Params], score_from: int | None = None
     ) -> list[RequestOutput]:
         if len(params) != len(prompts):
             raise ValueError(
@@ -246,7 +246,7 @@ class LLM:
         outputs = []
         for (text, ids), each in zip(encoded, prepared, strict=True):
             request_id = next(self._ids)
-            outputs.append(self._frontend.open(request_id, text, ids, each, score_from))
+            outputs.append(self._frontend.open(request_id, text, ids, each, score_from or 1))
             self._core.add_request(request_id, ids, each, score_from=score_from)
         return outputs
 

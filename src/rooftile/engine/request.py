@@ -81,6 +81,8 @@ class Request:
     spare_rows: list[int] = field(default_factory=list)  # for beams that are yet to come
     # Prompt tokens before `score_next` need no log-probability (any more).
     score_next: int = 1
+    # The prompt's tokens without a continuation that is to be scored; 0: all of them.
+    context_len: int = 0
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, i, list(self.prompt_ids)) for i in range(self.params.n)]

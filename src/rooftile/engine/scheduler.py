@@ -147,7 +147,8 @@ class Scheduler:
         self._start_row(plan, sequence)
         self._send_pages(plan, sequence)
         assert sequence.row is not None
-        prompt_len = sequence.request.num_prompt_tokens
+        request = sequence.request
+        prompt_len = request.context_len or request.num_prompt_tokens
         plan.input.entries.append(
             StepEntry(sequence.row, first, known + unknown, write_from, prompt_len)
         )

@@ -38,7 +38,7 @@ class StepEntry:
 
     A token id of -1 stands for the row's last sampled token, which only the device knows yet.
     Tokens before position `write_from` already have their KV in shared pages and must not be
-    written again. prompt_len: tokens of the sequence's prompt.
+    written again. prompt_len: tokens of the sequence's prompt, without a continuation to be scored.
     """
 
     row: int
