@@ -167,6 +167,7 @@ def test_beside_an_ordinary_model(model: tuple[str, Any], expected: list[tuple[i
         ("chunk_size=12,local_size=4,window=3", "dual_chunk has no field 'window'"),
         ("chunk_size=12,local", "dual_chunk has 'local', which is no name=value"),
         ("chunk_size=many,local_size=4", "chunk_size is 'many'; it must be a whole number"),
+        ("chunk_size=12,local_size=4,original=10000000000", "position is 10000000000; it must be"),
         ({"chunk_size": 12, "local_size": 12}, "chunk_size is 12 and local_size is 12"),
         ({**CHUNKS, "original_max_position": 8}, "dual_chunk has a field twice"),
         (12, "dual_chunk is 12; give chunk_size"),

@@ -461,6 +461,8 @@ def test_a_short_table_is_refused() -> None:
     [
         ((4, 4), "chunk_size is 4 and local_size is 4"),
         ((4.0, 1), "chunk_size is 4.0; it must be a whole number"),
+        ((2**31, 1), "chunk_size is 2147483648; it must be a whole number.*below 2[*][*]31"),
+        ((4, 1, 2**70), "original_max_position is 1180591620717411303424; it must be a whole"),
         ((4, 1, 0), "original_max_position is 0; it must be a whole number of at least 1"),
         ((4, 1, 8, "all"), "length_factor is 'all'; choose one of 'query', 'prompt'"),
     ],

@@ -47,9 +47,10 @@ class DualChunkConfig:
             value = getattr(self, name)
             if value is None and name == "original_max_position":
                 continue
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value < 2**31:
                 raise ValueError(
-                    f"DualChunkConfig: {name} is {value!r}; it must be a whole number of at least 1"
+                    f"DualChunkConfig: {name} is {value!r:.80}; it must be a whole number of at "
+                    f"least 1 and below 2**31"
                 )
         check_chunks("DualChunkConfig", self.chunk_size, self.local_size)
         if self.length_factor not in LENGTH_FACTORS:
@@ -104,7 +105,7 @@ def _pair(part: str) -> tuple[str, Any]:
     name, equals, value = (text.strip() for text in part.partition("="))
     if not equals:
         raise ValueError(f"dual_chunk has {part!r:.80}, which is no name=value; {_EXAMPLE}")
-    return name, int(value) if value.isascii() and value.isdigit() and len(value) < 10 else value
+    return name, int(value) if value.isascii() and value.isdigit() and len(value) < 20 else value
 
 
 def check_chunks(name: str, chunk_size: int, local_size: int) -> None:
