@@ -40,6 +40,7 @@ from tests.support.machine_code import (  # noqa: E402
 PLAIN = {"ragged": False, "dynamic": False, "has_left": False, "has_right": False,
          "has_softcap": False, "has_sink": False}  # fmt: skip
 CAUSAL = {**PLAIN, "dynamic": True, "has_right": True}
+EVEN = {**PLAIN, "has_right": True}
 RAGGED = {**CAUSAL, "ragged": True}
 ALIBI = {**CAUSAL, "has_alibi": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
@@ -78,6 +79,8 @@ def compiled(
         "entries": "*i32",
         "cu_seqlens_q": "*i32",
         "cu_seqlens_k": "*i32",
+        "parts": "*fp32",
+        "arrived": "*i32",
         "factor": "fp32",
         "softcap": "fp32",
         "score_captured": (),
@@ -126,10 +129,12 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
     assert code.count("HGMMA")
 
 
-def check_loops(code: MachineCode, config: Config) -> None:
+def check_loops(code: MachineCode, config: Config, spills: int | None = None) -> None:
     # A second pass, and all options at once, take registers from what is alive across a tile, a few
     # accesses each; the loops over keys have none.
-    assert code.spills() <= (100 if config.anchored else 8 if config.dim == 256 else 0)
+    if spills is None:
+        spills = 100 if config.anchored else 8 if config.dim == 256 else 0
+    assert code.spills() <= spills
     loops = [loop for loop in code.product_loops() if not loop.count("UTMALDG")]
     assert len(loops) >= config.groups
     exponentials = config.block // 2  # a thread's share of a block's 64 rows
@@ -165,6 +170,30 @@ def test_few_sequences_are_sorted_by_each_cta(name: str) -> None:
     code = compiled(name, RAGGED, most_sorted=config.most_sorted)
     check_loops(code, config)
     assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("128 anchored", PLAIN),
+        ("64 drawn", EVEN),
+        *(
+            pytest.param(name, features, marks=pytest.mark.slow)
+            for name in ("64", "128", "256", "128 short", "128 anchored", "64 anchored")
+            for features in (PLAIN, EVEN)
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "+".join(k for k in x if x[k]) or "plain",
+)
+def test_tiles_in_parts(name: str, features: dict[str, bool]) -> None:
+    """Parts are stored and read eight bytes at a time, outside the loops over keys."""
+    code = compiled(name, features, split=True)
+    config = CONFIGS[name]
+    check_loops(code, config, spills=120)
+    assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
+    values = config.groups * config.dim // 4  # a thread's pairs of the output
+    assert code.count("STG.E.64") >= values
+    assert code.count("LDG.E.64") >= values
 
 
 @triton.jit

@@ -52,6 +52,10 @@ def attend_again(
     slope,
     dtype: gl.constexpr,
     v_dim: gl.constexpr,
+    part: gl.constexpr = False,  # only blocks first_block .. first_block + num_blocks - 1 of the tile's
+    first_block=0,
+    num_blocks=0,
+    at_sink=True,
 ):
     """Output [64, v_dim] and softmax of 64 query rows under a running maximum, one box of keys
     after the other. Nothing overlaps: it is for scores that rise by more than 2^64 (44 in natural
@@ -75,7 +79,12 @@ def attend_again(
         problem.has_left,
         problem.has_right,
     )
-    softmax = first_softmax(problem, head, kv_len, rows_of(S))
+    if part:
+        per_block: gl.constexpr = problem.block // block
+        end = gl.minimum(first + blocks, (first_block + num_blocks) * per_block)
+        first = gl.maximum(first, first_block * per_block)
+        blocks = end - first
+    softmax = first_softmax(problem, head, kv_len, rows_of(S), at_sink)
     o = zero_output(v_dim, problem.v_used)
     tma_store_wait(0)  # the output of the tile before has left the box
     for n in range(first, first + blocks):

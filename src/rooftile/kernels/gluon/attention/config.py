@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rooftile.planning.key_shares import Costs
+
 
 @dataclass(frozen=True)
 class Config:
@@ -40,6 +42,12 @@ class Config:
             raise ValueError(
                 f"turns is {self.turns}; all {self.groups} warpgroups take turns, or none: 1"
             )
+
+    @property
+    def costs(self) -> Costs:
+        """Of a CTA's work while all are busy, as measured on an H200: products at some 0.75 of their rate."""
+        products = 4 * self.tile_rows * self.block * self.dim // 4096  # clocks
+        return Costs(products * 4 // 3 * self.ctas, 4000, 2000)
 
     @property
     def most_registers(self) -> int | None:
@@ -112,6 +120,10 @@ ANCHORED_Q_LEN = 1025
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
 MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
+# Dense calls of few tiles are cut along their keys where that spares a tenth of the time, which is
+# never so beyond a few tiles a CTA (planning/key_shares.py).
+MOST_TILES_CUT = 6  # a CTA
+CUT_BELOW = 0.0  # of the clocks of whole tiles
 # K and V of the heads that are worked on at a time, in bytes: few heads share the L2 cache, many
 # make a long list of tiles to balance. Full attention has nothing to balance and takes one head
 # after the other. H200, bf16, TFLOP/s:

@@ -12,6 +12,7 @@ from rooftile.kernels.gluon.attention.problem import (
     FIRST,
     HEAD,
     KV_LEN,
+    PLACE,
     Q_LEN,
     Q_START,
     ROW0,
@@ -22,6 +23,7 @@ from rooftile.kernels.gluon.attention.scores import (
     hide,
     modified,
 )
+from rooftile.kernels.gluon.attention.shares import finish_item
 from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
 from rooftile.kernels.gluon.tile.halves import (
     add_output,
@@ -136,12 +138,13 @@ def next_block(
 
 
 @gluon.jit
-def _not_mine(problem, row0, last, offset, kv_len):
+def _not_mine(problem, row0, last, blocks, offset, kv_len):
     """How many of a tile's first blocks, which hold the last keys, no row of a warpgroup sees: they
     are there for the other warpgroups."""
     if problem.has_right and not problem.has_left and problem.block <= GROUP_ROWS:
         first, mine = problem.keys_of(row0, GROUP_ROWS, kv_len - offset, kv_len)
-        return last + 1 - first - mine
+        # Of a part that it does not see at all it takes the last block: nothing of it is visible.
+        return gl.minimum(gl.maximum(last + 1 - first - mine, 0), blocks - 1)
     else:
         return 0
 
@@ -188,7 +191,7 @@ def attend_overlapped(
     """
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
-    skipped = _not_mine(problem, row0, last, offset, kv_len)
+    skipped = _not_mine(problem, row0, last, blocks, offset, kv_len)
     for _ in range(skipped):
         take_turn(group, problem.turns)
         pass_turn(group, problem.turns)
@@ -285,7 +288,7 @@ def _in_order(
     SM, and they overlap each other."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
-    skipped = _not_mine(problem, row0, last, offset, kv_len)
+    skipped = _not_mine(problem, row0, last, blocks, offset, kv_len)
     for _ in range(skipped):
         fill = _skip(k_ring, v_ring, fill)
     o = zero_output(v_dim, problem.v_used)
@@ -322,8 +325,26 @@ def _in_order(
 
 
 @gluon.jit
+def _store_tile(problem, queue, slot, o_desc, out, o, lse, row0, rows):
+    """Normalised output of a warpgroup's rows, through the shared box `out`, and their lse."""
+    store_output(out.reshape([GROUP_ROWS, out.shape[-1]]), o, o_desc.dtype, problem.v_used)
+    fence_async_shared()
+    batch = 0
+    if not problem.ragged:
+        batch = queue.field(slot, BATCH)
+    head = queue.field(slot, HEAD)
+    q_start = queue.field(slot, Q_START)
+    q_len = queue.field(slot, Q_LEN)
+    tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
+    token = (batch * problem.q_len + q_start + rows).to(gl.int64)
+    at_lse = problem.lse + token * problem.num_heads + head
+    gl.store(at_lse, lse, mask=rows < q_len)
+
+
+@gluon.jit
 def attend(
     problem,
+    shares,
     queue,
     o_desc,
     k_again_desc,  # of keys and of values, for a second pass over a tile
@@ -357,7 +378,10 @@ def attend(
         last = queue.field(slot, FIRST) + blocks - 1
         offset = kv_len - q_len
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
-        softmax = first_softmax(problem, head, kv_len, rows_of(S))
+        at_sink = True
+        if shares.split and problem.has_sink:
+            at_sink = shares.has_first_keys(queue.field(slot, PLACE))
+        softmax = first_softmax(problem, head, kv_len, rows_of(S), at_sink)
         if problem.sums_in_parts:
             softmax = in_parts(softmax, GROUP_ROWS)
 
@@ -462,6 +486,10 @@ def attend(
                     slope,
                     dtype,
                     v_dim,
+                    shares.split,
+                    queue.field(slot, FIRST),
+                    queue.field(slot, BLOCKS),
+                    at_sink,
                 )
                 softmax = OnlineSoftmax(
                     gl.convert_layout(maximum, rows_of(S)),
@@ -472,20 +500,18 @@ def attend(
             out = o_tiles.index(group)
         else:
             out = q_ring.box(q_fill)
-        tma_store_wait(0)
-        o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
-        store_output(out.reshape([GROUP_ROWS, v_dim]), o, dtype, problem.v_used)
-        fence_async_shared()
-        batch = 0
-        if not problem.ragged:
-            batch = queue.field(slot, BATCH)
-        head = queue.field(slot, HEAD)
-        q_start = queue.field(slot, Q_START)
-        q_len = queue.field(slot, Q_LEN)
-        tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
-        token = (batch * problem.q_len + q_start + rows).to(gl.int64)
-        at_lse = problem.lse + token * problem.num_heads + head
-        gl.store(at_lse, softmax.lse(), mask=rows < q_len)
+        if shares.split:
+            lse = softmax.lse()
+            o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
+            place = queue.field(slot, PLACE)
+            complete, o, lse = finish_item(shares, place, o, lse, group, problem.v_used, rows_of(S))
+            if complete:
+                tma_store_wait(0)
+                _store_tile(problem, queue, slot, o_desc, out, o, lse, row0, rows)
+        else:
+            tma_store_wait(0)
+            o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
+            _store_tile(problem, queue, slot, o_desc, out, o, softmax.lse(), row0, rows)
         if not problem.own_output:
             tma_store_wait(0)
             q_ring.release(q_fill)

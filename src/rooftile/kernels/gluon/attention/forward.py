@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
     CONFIGS,
+    CUT_BELOW,
     IN_TURN_Q_LEN,
+    MOST_TILES_CUT,
     MOST_TILES_SORTED,
     UNBOUNDED,
     Config,
@@ -23,13 +25,21 @@ from rooftile.kernels.gluon.attention.config import (
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
-from rooftile.kernels.gluon.counter import counter
+from rooftile.kernels.gluon.counter import MOST_COUNTERS, counter, counters
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.tile.rows import (
     addressable,
     describe,
     describe_ragged,
     is_addressable,
+)
+from rooftile.planning.key_shares import (
+    WORDS,
+    Shares,
+    blocks_of_keys,
+    least_clocks,
+    share_out,
+    whole_tiles,
 )
 
 _LOG2_E = 1.4426950408889634
@@ -178,42 +188,37 @@ def bind_attention(
         num_tiles > places
     )
     section = min(heads * group_size, batch * num_heads)
-    launch = Launch(
-        attention_kernel,
-        min(num_tiles, places),
-        q.device,
-        q.dtype,
-        (
-            describe(q, 64, config.dim),
-            describe(k, config.block, config.dim),
-            describe(v, config.block, config.dim),
-            describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
-            *(describe(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
-        ),
-        (
-            *(
-                0,
-                0,
-                num_tiles,
-                num_heads,
-                group_size,
-                q_len,
-                kv_len,
-                q_tiles,
-                batch * num_heads,
-            ),
-            *(section, config.rounds(num_tiles, places)),
-            *_numbers(left, right, softcap, scale),
-        ),
-        constants(
-            *(config, False, dynamic, left >= 0, right >= 0),
-            *(softcap != 0, sink is not None, slopes is not None, k_dim, v_dim),
-            *mods.functions,
-        ),
-        config.most_registers,
-        dependent=config.dependent,
-        absent=0 if config.anchored else 2,
+    boxes = (
+        describe(q, 64, config.dim),
+        describe(k, config.block, config.dim),
+        describe(v, config.block, config.dim),
+        describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
+        *(describe(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
     )
+
+    def launch_of(ctas: int, num_items: int, section: int, dynamic: bool, split: bool) -> Launch:
+        return Launch(
+            attention_kernel,
+            ctas,
+            q.device,
+            q.dtype,
+            boxes,
+            (
+                *(0, 0, num_items, num_heads, group_size, q_len, kv_len, q_tiles),
+                *(batch * num_heads, section, config.rounds(num_tiles, places)),
+                *_numbers(left, right, softcap, scale),
+            ),
+            constants(
+                *(config, False, dynamic, left >= 0, right >= 0),
+                *(softcap != 0, sink is not None, slopes is not None, k_dim, v_dim),
+                *(*mods.functions, 0, split),
+            ),
+            config.most_registers,
+            dependent=config.dependent,
+            absent=0 if config.anchored else 2,
+        )
+
+    launch = launch_of(min(num_tiles, places), num_tiles, section, dynamic, False)
     (like_out, like_lse), device = _templates(q, v_dim), q.device
 
     def run(
@@ -234,7 +239,7 @@ def bind_attention(
             lse if sink is None else sink.float(),
             lse if slopes is None else slopes.float(),
             counter(device) if dynamic else lse,
-            *(lse, lse),
+            *(lse, lse, lse, lse),
         )
         if mods is NO_MODS:
             launch(bases, pointers)
@@ -242,7 +247,63 @@ def bind_attention(
             launch.with_captured(bases, pointers, mods.captured)
         return out, lse
 
-    return run
+    shares = None
+    if (
+        not any(changed)
+        and num_tiles <= MOST_TILES_CUT * places
+        and places * config.groups <= MOST_COUNTERS
+    ):
+        shares = _shares(config, batch * num_heads, q_len, kv_len, left, right, places)
+    if shares is None:
+        return run
+    words, num_parts = shares.table()
+    in_parts = launch_of(len(shares.items), len(words) // WORDS, 1, False, True)
+    like_parts = like_lse.new_empty(1).expand(num_parts, config.tile_rows, 1 + config.dim)
+    table: list[Tensor] = []  # of items, once it is on the device
+
+    def run_in_parts(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        slopes: Tensor | None = None,
+        mods: Mods = NO_MODS,
+    ) -> Result:
+        if not table:
+            if q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return run(q, k, v, sink)  # a table cannot be copied while a graph is captured
+            table.append(torch.tensor(words, dtype=torch.int32).to(device))
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return run(q, k, v, sink)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        parts = torch.empty_like(like_parts)
+        sinks = lse if sink is None else sink.float()
+        in_parts(
+            (q, k, v, out, k, v) if config.anchored else (q, k, v, out),
+            (lse, sinks, lse, table[0], lse, lse, parts, counters(device)),
+        )
+        return out, lse
+
+    return run_in_parts
+
+
+def _shares(
+    config: Config, heads: int, q_len: int, kv_len: int, left: int, right: int, places: int
+) -> Shares | None:
+    """The items of a dense call's CTAs, or None where whole tiles take about as long."""
+    rows, block = config.tile_rows, config.block
+    of_head = [
+        blocks_of_keys(row0, rows, q_len, kv_len, left, right, block)
+        for row0 in range(0, q_len, rows)
+    ]
+    if right >= 0:  # as the kernel counts them
+        of_head.reverse()
+    tiles = of_head * heads
+    whole = whole_tiles(tiles, places, config.costs)
+    if least_clocks(tiles, places, config.costs) > CUT_BELOW * whole:
+        return None
+    shares = share_out(tiles, places, config.costs)
+    return shares if shares.clocks <= CUT_BELOW * whole else None
 
 
 def bind_attention_varlen(
@@ -384,7 +445,7 @@ def bind_attention_varlen(
             lse,
             lse if sink is None else sink.float(),
             lse if slopes is None else slopes.float(),
-            *(entries, cu_q, cu_k),
+            *(entries, cu_q, cu_k, lse, lse),
         )
         if mods is NO_MODS:
             attend(bases, pointers)

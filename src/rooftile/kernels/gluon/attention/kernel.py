@@ -13,9 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
-from rooftile.kernels.gluon.attention.problem import FIELDS, Inlined, Problem
+from rooftile.kernels.gluon.attention.problem import FIELDS, FIELDS_OF_PARTS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
+from rooftile.kernels.gluon.attention.shares import Shares
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.dependent import (
     await_kernels_before,
@@ -33,6 +34,8 @@ _UNSPECIALISED = [
     "entries",
     "cu_seqlens_q",
     "cu_seqlens_k",
+    "parts",
+    "arrived",
     "batch",
     "tokens",
     "num_tiles",
@@ -60,9 +63,11 @@ def attention_kernel(
     lse,  # pointer, see Problem
     sink,
     slopes,
-    entries,  # pointer to int32: tiles (ENTRY), or the counter alone
+    entries,  # pointer to int32: tiles (ENTRY), or the counter alone, or items (Shares)
     cu_seqlens_q,
     cu_seqlens_k,
+    parts,  # pointers, see Shares
+    arrived,
     batch,
     tokens,
     num_tiles,
@@ -108,6 +113,7 @@ def attention_kernel(
     has_alibi: gl.constexpr,
     score_mod: gl.constexpr,
     mask_mod: gl.constexpr,
+    split: gl.constexpr,
 ):
     """Forward attention. Launched with four warps; the other roles are added here."""
     if dependent:
@@ -134,7 +140,8 @@ def attention_kernel(
         o_tiles = q_ring.buffers
     landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     first_drawn = gl.num_programs(0) * gl.maximum(rounds, 1)
-    queue = allocate_queue(entries + 1, first_drawn, FIELDS, dynamic)
+    fields: gl.constexpr = FIELDS_OF_PARTS if split else FIELDS
+    queue = allocate_queue(entries + 1, first_drawn, fields, dynamic)
     # Stage by stage: Triton has all warps meet between two barriers of one allocation.
     for i in gl.static_range(6):
         q_ring.start(i, 1)
@@ -199,6 +206,7 @@ def attention_kernel(
         software_share,
         own_output,
     )
+    shares = Shares(entries, parts, arrived, groups, v_dim, split)
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:
@@ -208,6 +216,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -222,7 +231,7 @@ def attention_kernel(
                 ),
                 (
                     load_tiles,
-                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
                 ),
             ],
             [1],
@@ -235,6 +244,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -251,6 +261,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -265,7 +276,7 @@ def attention_kernel(
                 ),
                 (
                     load_tiles,
-                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
                 ),
             ],
             [4, 1],
@@ -278,6 +289,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -294,6 +306,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -310,6 +323,7 @@ def attention_kernel(
                     attend,
                     (
                         problem,
+                        shares,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -324,7 +338,7 @@ def attention_kernel(
                 ),
                 (
                     load_tiles,
-                    (problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
                 ),
             ],
             [4, 4, 1],
@@ -347,6 +361,7 @@ def constants(
     score_mod: Any = None,
     mask_mod: Any = None,
     most_sorted: int = 0,  # sequences of a ragged batch that each CTA sorts, 0: they are listed
+    split: bool = False,  # tiles are in parts, see shares.py
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `attention_kernel`, in its order."""
     return (
@@ -378,4 +393,5 @@ def constants(
         ("has_alibi", has_alibi),
         ("score_mod", score_mod),
         ("mask_mod", mask_mod),
+        ("split", split),
     )

@@ -19,7 +19,9 @@ Q_START = gl.constexpr(4)
 Q_LEN = gl.constexpr(5)
 KV_LEN = gl.constexpr(6)
 FIRST = gl.constexpr(7)
+PLACE = gl.constexpr(8)  # of the item, where tiles are in parts: see shares.py
 FIELDS = gl.constexpr(8)
+FIELDS_OF_PARTS = gl.constexpr(9)
 
 
 @record

@@ -4,6 +4,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.attention.shares import (
+    FIRST_BLOCK,
+    FOLLOWING,
+    NUM_BLOCKS,
+    TILE,
+)
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
@@ -19,7 +25,16 @@ def _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0):
 
 
 @gluon.jit
-def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+def _tile(problem, shares, t, last):
+    """What tile t is, or that of the item at place t; beyond the last, something valid."""
+    t = gl.minimum(t, last)
+    if shares.split:
+        t = shares.word(t, TILE)
+    return problem.tile(t)
+
+
+@gluon.jit
+def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """The producer warp: tells the consumers what each tile is, and loads it.
 
     What the consumers wait for comes first: the first keys of a tile. Which tile follows is found
@@ -31,9 +46,12 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     slot = first_fill()
     t = gl.program_id(0)
     last = problem.num_tiles - 1
-    batch, head, row0, q_start, q_len, kv_start, kv_len = problem.tile(gl.minimum(t, last))
+    batch, head, row0, q_start, q_len, kv_start, kv_len = _tile(problem, shares, t, last)
     while t < problem.num_tiles:
-        first, blocks = problem.keys(row0, q_len, kv_len)
+        if shares.split:
+            first, blocks = shares.word(t, FIRST_BLOCK), shares.word(t, NUM_BLOCKS)
+        else:
+            first, blocks = problem.keys(row0, q_len, kv_len)
         kv_head = head // problem.group_size
         if problem.own_output:
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
@@ -44,12 +62,15 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         place = batch
         if problem.ragged and not problem.mods.any:
             place = kv_start
-        queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
+        if shares.split:
+            queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first, t))
+        else:
+            queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
         v_ring.acquire(fill)
         v_ring.load(fill, v_desc, at)
         fill = k_ring.after(fill)
-        t = queue.draw(t)
-        following = problem.tile(gl.minimum(t, last))
+        t = shares.word(t, FOLLOWING) if shares.split else queue.draw(t)
+        following = _tile(problem, shares, t, last)
         if not problem.own_output:  # Q waits until the tile before has left its place
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         q_turn = problem.next_q(q_turn)
@@ -64,4 +85,7 @@ def load_tiles(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
         slot = queue.after(slot)
         batch, head, row0, q_start, q_len, kv_start, kv_len = following
     queue.finish()
-    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0))
+    if shares.split:
+        queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0))
+    else:
+        queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0))

@@ -16,11 +16,14 @@ from rooftile.kernels.gluon.tile.softmax import (
 
 
 @gluon.jit
-def first_softmax(problem, head, kv_len, layout: gl.constexpr):
-    """The softmax of 64 rows of a head before any key."""
+def first_softmax(problem, head, kv_len, layout: gl.constexpr, at_sink=True):
+    """The softmax of 64 rows of a head before any key; at_sink: or after
+    the head's sink, where heads have one."""
     if problem.has_sink:
         sink = gl.load(problem.sink + head)
         if kv_len < 0:  # padding after the last sequence
+            sink = float("-inf")
+        if not at_sink:
             sink = float("-inf")
         return start_softmax_at_sink(sink, GROUP_ROWS, layout)
     else:
