@@ -26,7 +26,7 @@ NORMED_LINEAR = Operator(
     "(Tensor x, Tensor? residual, Tensor norm_weight, float eps, float weight_offset, Tensor weight,"
     " Tensor? bias, str activation) -> (Tensor, Tensor)",
     module="normed_linear",
-    families=("triton", "reference"),
+    families=("gluon", "triton", "reference"),
     call=lambda x, *rest: NormedLinearCall(x.device.type, x.dtype, rest[-1]),
     fake=lambda x, residual, norm_weight, eps, offset, weight, bias, activation: (
         x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if activation else 1))),

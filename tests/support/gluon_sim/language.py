@@ -116,6 +116,9 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
         shifts = [4 * p + 16 * e for p in range(4) for e in range(2)]
         return tuple(tile((((word >> s) & 15) - 8).to(scale.dtype) * scale) for s in shifts)
+    if asm == "mov.b32 {$0, $1}, $2;":
+        halves = args[0].as_subclass(Tensor).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+        return tuple(tile(half) for half in halves.unbind(-1))
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
 
 

@@ -145,7 +145,7 @@ class Descriptor:
             "strides that are multiples of 16 bytes": all(s * size % 16 == 0 for s in strides[:-1]),
             "strides within 2^40 bytes": all(0 < s * size < 2**40 for s in strides[:-1]),
             "positive dimensions below 2^32": all(0 < n < 2**32 for n in shape),
-            "boxes of at most 256 rows": max(block_shape) <= 256,
+            "boxes of at most 256 rows": max(block_shape[:-1], default=1) <= 256,
         }
         broken = [rule for rule, kept in rules.items() if not kept]
         if broken:

@@ -31,11 +31,16 @@ def linear(
     return out.view(*x.shape[:-1], out_features)
 
 
+def is_switched_on() -> bool:
+    """Whether the engine's linear layers are to run through the products of kernels/gluon/gemm."""
+    return os.environ.get(_SWITCH) == "stream-k"
+
+
 def efficiency(call: Any) -> float:
     """Of dense weights above everybody else's where the switch is set, below the vendor's where not."""
     if call.format == "int4_words":
         return 0.9
-    return 1.0 if os.environ.get(_SWITCH) == "stream-k" else 0.45
+    return 1.0 if is_switched_on() else 0.45
 
 
 def supports(call: Any) -> str | None:

@@ -18,7 +18,7 @@ WORDS = gl.constexpr(16)  # of a block
 
 
 @gluon.constexpr_function
-def _words_layout(tile, blocks, warps_k):
+def words_layout(tile, blocks, warps_k, warps_x=1):
     """Of words [warps_k, tile, blocks, 4, 4]: as a left operand of the tensor core, which has rows 1, 2
     and 4 and a thread's place along k in a warp's lanes."""
 
@@ -32,9 +32,9 @@ def _words_layout(tile, blocks, warps_k):
         return found
 
     return gl.DistributedLinearLayout(
-        reg_bases=bits(4, 4) + bits(tile, 1, 8) + bits(blocks, 2),
+        reg_bases=bits(4, 4) + bits(blocks, 2) + bits(16, 1, 8) + bits(tile, 1, 16 * warps_x),
         lane_bases=bits(4, 3) + bits(8, 1),
-        warp_bases=bits(warps_k, 0),
+        warp_bases=bits(16 * warps_x, 1, 16) + bits(warps_k, 0),
         block_bases=[],
         shape=[warps_k, tile, blocks, 4, 4],
     )
@@ -98,7 +98,7 @@ def fetch_codes(
     bfloat16.
     """
     blocks: gl.constexpr = tile_k // BLOCK
-    L: gl.constexpr = _words_layout(tile, blocks, warps_k)
+    L: gl.constexpr = words_layout(tile, blocks, warps_k)
     block = k0 // BLOCK + _axis(warps_k, 0, L) * blocks + _axis(blocks, 2, L)
     row = gl.minimum(row0 + _axis(tile, 1, L), rows - 1).to(gl.int64)
     within = _axis(4, 3, L) * 4 + _axis(4, 4, L)

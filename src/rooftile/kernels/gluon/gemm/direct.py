@@ -27,7 +27,7 @@ WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
 
 
 @gluon.constexpr_function
-def _product_layout(warps_k, warps_x, warps_y):
+def product_layout(warps_k, warps_x, warps_y):
     """Of sums [warps along k, rows of x, rows of y]."""
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[warps_k, warps_x, warps_y], instr_shape=[1, 16, 8]
@@ -46,7 +46,7 @@ def _load_layout(operand, warps_k, others, unit, tile_k, warps):
 
 
 @gluon.jit
-def _operand(
+def operand(
     matrix, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
     warps_k: gl.constexpr, unit: gl.constexpr, even: gl.constexpr, side: gl.constexpr,
     layout: gl.constexpr,
@@ -122,7 +122,7 @@ def direct_kernel(
     early: gl.constexpr,  # codes are fetched a step before they are multiplied
 ):
     """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
-    sums: gl.constexpr = _product_layout(warps_k, warps_x, warps_y)
+    sums: gl.constexpr = product_layout(warps_k, warps_x, warps_y)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums, k_width=WIDTH)
     warps: gl.constexpr = warps_k * warps_x * warps_y
@@ -150,7 +150,7 @@ def direct_kernel(
             word, scale = fetch_codes(
                 x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
             )
-        b = _operand(
+        b = operand(
             y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
         )
         if codes:
@@ -164,7 +164,7 @@ def direct_kernel(
                 word = next_word
                 scale = next_scale
         else:
-            a = _operand(
+            a = operand(
                 x, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, x_unit, even, 0, x_layout
             )
         acc = mma_v2(gl.convert_layout(a, left), gl.convert_layout(b, right), acc)
