@@ -13,6 +13,7 @@ from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan, padded_rows
 from rooftile.kernels.gluon.gemm.few_rows import few_rows_kernel
 from rooftile.kernels.gluon.launch import Box, Launch
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
+from rooftile.kernels.reference.gemm import is_gated
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 _BOX_K = 64
@@ -27,10 +28,11 @@ def matmul(
     activation: str,
     out_dtype: torch.dtype,
     plan: FewRowsPlan,
-) -> Tensor:  # [m, n]
-    """Bases and strides are multiples of 16 bytes, n of 8."""
+) -> Tensor:  # [m, n], with a gate half of the columns
+    """Bases and strides are multiples of 16 bytes, n of 8, with a gate of 16."""
     (m, k), n = a.shape, b.shape[0]
-    out = a.new_empty((m, n), dtype=out_dtype)
+    columns = n // 2 if is_gated(activation) else n
+    out = a.new_empty((m, columns), dtype=out_dtype)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     launch = _launch(
@@ -75,7 +77,8 @@ def _launch(
     a_stride, b_stride, residual_stride = strides
     dtype = dtypes[0]
     assert dtype is not None
-    rows = padded_rows(m)
+    rows, gated = padded_rows(m), is_gated(activation)
+    columns = n // 2 if gated else n
 
     def described(count: int, stride: int, box_rows: int) -> Box:
         box = (box_rows, _BOX_K)
@@ -88,9 +91,12 @@ def _launch(
         -(-n // plan.tile) * plan.splits,
         device,
         dtypes,
-        (described(n, b_stride, plan.tile), described(m, a_stride, rows)),
         (
-            *(m, n, n, residual_stride, -(-k // (_BOX_K * plan.pieces))),
+            described(n, b_stride, plan.tile // 2 if gated else plan.tile),
+            described(m, a_stride, rows),
+        ),
+        (
+            *(m, columns, columns, residual_stride, -(-k // (_BOX_K * plan.pieces))),
             *divisor_fields(plan.splits),
         ),
         (
@@ -101,7 +107,8 @@ def _launch(
             ("warps", plan.warps),
             ("ahead", at_rest),
             ("split", plan.splits > 1),
-            ("activation", activation),
+            ("activation", activation.removesuffix("_and_mul")),
+            ("gated", gated),
             ("has_bias", dtypes[2] is not None),
             ("has_residual", dtypes[3] is not None),
         ),

@@ -62,11 +62,19 @@ def _part_addresses(part, tile: gl.constexpr, rows: gl.constexpr, layout: gl.con
 
 
 @gluon.jit
-def _load_weight(desc, tiles, full, stage, row0, k0, pieces: gl.constexpr, pred):
+def _load_weight(
+    desc, tiles, full, stage, row0, n, k0, pieces: gl.constexpr, gated: gl.constexpr, pred
+):
+    """With a gate, a tile's first half are rows of the gate and its second half those of the values."""
+    half: gl.constexpr = desc.block_shape[0]
     for p in gl.static_range(pieces):
-        tma_load(
-            desc, (row0, k0 + p * BOX_K), full.index(stage), tiles.index(stage * pieces + p), pred
-        )
+        box = tiles.index(stage * pieces + p)
+        k = k0 + p * BOX_K
+        if gated:
+            tma_load(desc, (row0, k), full.index(stage), box.slice(0, half, 0), pred)
+            tma_load(desc, (n + row0, k), full.index(stage), box.slice(half, half, 0), pred)
+        else:
+            tma_load(desc, (row0, k), full.index(stage), box, pred)
 
 
 @gluon.jit
@@ -80,17 +88,26 @@ def _load_rows(desc, tiles, full, stage, k0, pieces: gl.constexpr, pred):
 @gluon.jit
 def _store_result(
     total, out, bias, residual, row0, m, n, out_stride, residual_stride, tile: gl.constexpr,
-    rows: gl.constexpr, warps: gl.constexpr, activation: gl.constexpr, has_bias: gl.constexpr,
-    has_residual: gl.constexpr,
+    rows: gl.constexpr, warps: gl.constexpr, activation: gl.constexpr, gated: gl.constexpr,
+    has_bias: gl.constexpr, has_residual: gl.constexpr,
 ):  # fmt: skip
-    """total [tile, rows] as columns row0 .. of the result [m, n]; n and strides are multiples of 8."""
-    layout: gl.constexpr = _result_layout(tile, warps)
-    total = gl.convert_layout(total, layout)
-    j = gl.expand_dims(row0 + gl.arange(0, tile, rows_of(layout)), 1)
+    """total [tile, rows], or of a gate and its values half each, as columns row0 .. of the result
+    [m, n]; n and strides are multiples of 8."""
+    columns: gl.constexpr = tile // 2 if gated else tile
+    layout: gl.constexpr = _result_layout(columns, warps)
+    j = gl.expand_dims(row0 + gl.arange(0, columns, rows_of(layout)), 1)
     i = gl.expand_dims(gl.arange(0, rows, columns_of(layout)), 0)
+    if gated:
+        total, value = total.reshape([2, columns, rows]).permute(1, 2, 0).split()
+        value = gl.convert_layout(value, layout)
+        if has_bias:
+            value += gl.load(bias + n + j, mask=j < n, other=0.0).to(gl.float32)
+    total = gl.convert_layout(total, layout)
     if has_bias:
         total += gl.load(bias + j, mask=j < n, other=0.0).to(gl.float32)
     total = activate(total, activation)
+    if gated:
+        total *= value
     inside = (i < m) & (j < n // 8 * 8)
     if has_residual:
         residual_at = residual + i.to(gl.int64) * residual_stride + j
@@ -108,10 +125,10 @@ def _store_result(
     ]
 )
 def few_rows_kernel(
-    weight_desc,  # boxes [tile, BOX_K] of [n, k]
+    weight_desc,  # boxes [tile, BOX_K] of [n, k]; with a gate [tile / 2, BOX_K] of [2 n, k]
     x_desc,  # boxes [rows, BOX_K] of [m, k]
     out,  # pointer, [m, n]
-    bias,  # pointer, [n]
+    bias,  # pointer, [n], or [2 n]
     residual,  # pointer, [m, n]
     parts,  # pointer to float32, [tiles, splits, tile, rows]
     arrivals,  # pointer to int32, [tiles]: 0 before and after
@@ -130,7 +147,8 @@ def few_rows_kernel(
     warps: gl.constexpr,
     ahead: gl.constexpr,  # weights are at rest: kernels/weights_at_rest.py
     split: gl.constexpr,  # splits is more than 1
-    activation: gl.constexpr,
+    activation: gl.constexpr,  # of the gate, if there is one
+    gated: gl.constexpr,
     has_bias: gl.constexpr,
     has_residual: gl.constexpr,
 ):
@@ -150,7 +168,7 @@ def few_rows_kernel(
         share = (cta - which * splits) * steps
         first = divisor.divide(share)
         last = divisor.divide(share + steps)
-    row0 = which * tile
+    row0 = which * (tile // 2 if gated else tile)
     count = last - first
     weights = gl.allocate_shared_memory(dtype, [stages * pieces, tile, BOX_K], weight_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [stages * pieces, rows, BOX_K], x_desc.layout)
@@ -158,13 +176,16 @@ def few_rows_kernel(
     for s in gl.static_range(stages):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
-    size: gl.constexpr = pieces * (weight_desc.block_type.nbytes + x_desc.block_type.nbytes)
+    boxes: gl.constexpr = 2 if gated else 1
+    size: gl.constexpr = pieces * (boxes * weight_desc.block_type.nbytes + x_desc.block_type.nbytes)
     if not ahead:
         await_kernels_before()
     filled = gl.minimum(count, stages)
     for s in range(0, filled):
         mbarrier.expect(full.index(s), size)
-        _load_weight(weight_desc, weights, full, s, row0, (first + s) * step_k, pieces, True)
+        _load_weight(
+            weight_desc, weights, full, s, row0, n, (first + s) * step_k, pieces, gated, True
+        )
     if ahead:
         await_kernels_before()
     for s in range(0, filled):
@@ -183,7 +204,7 @@ def few_rows_kernel(
         more = following < last
         mbarrier.expect(full.index(stage), size, pred=more)
         k0 = following * step_k
-        _load_weight(weight_desc, weights, full, stage, row0, k0, pieces, more)
+        _load_weight(weight_desc, weights, full, stage, row0, n, k0, pieces, gated, more)
         _load_rows(x_desc, xs, full, stage, k0, pieces, more)
         turn = stage == stages - 1
         stage = gl.where(turn, 0, stage + 1)
@@ -211,10 +232,10 @@ def few_rows_kernel(
                     total += loaded[j]
             _store_result(
                 total, out, bias, residual, row0, m, n, out_stride, residual_stride, tile, rows,
-                warps, activation, has_bias, has_residual,
+                warps, activation, gated, has_bias, has_residual,
             )  # fmt: skip
     else:
         _store_result(
             acc, out, bias, residual, row0, m, n, out_stride, residual_stride, tile, rows, warps,
-            activation, has_bias, has_residual,
+            activation, gated, has_bias, has_residual,
         )  # fmt: skip
