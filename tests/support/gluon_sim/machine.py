@@ -304,8 +304,8 @@ class Product:
 def warpgroup_mma(
     a: Any, b: SharedTile, acc: Any, *, use_acc: bool = True, is_async: bool = False, **_: Any
 ) -> Any:
-    if role().threads != 128:
-        raise SimulationError("wgmma needs a role of exactly four warps")
+    if role().threads % 128:
+        raise SimulationError("wgmma needs a role of whole warpgroups: four warps each")
 
     def compute() -> Tensor:
         left = a.read_by_hardware("wgmma") if isinstance(a, SharedTile) else a

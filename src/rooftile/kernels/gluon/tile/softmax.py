@@ -166,11 +166,11 @@ def add(total, p):
 
 @gluon.constexpr_function
 def parts_layout(rows):
-    """Of [rows, 8] sums of a warpgroup: each thread has the columns that it has of every 8 scores."""
+    """Of [rows, 8] sums, 16 rows a warp: each thread has the columns that it has of every 8 scores."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [8, 0]],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        warp_bases=[[16 << i, 0] for i in range((rows // 16).bit_length() - 1)],
         block_bases=[],
         shape=[rows, 8],
     )
