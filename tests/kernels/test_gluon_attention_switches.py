@@ -175,3 +175,15 @@ def test_functions_of_the_caller(
         with simulation(seed=seed):
             got = KERNEL.attention(q, k, v, *options, None, None, mods)
     assert_close(got, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cumulative_lengths_with_a_stride(dtype: torch.dtype) -> None:
+    q, k, v = normal(3, torch.bfloat16, (300, 2, 128), (400, 1, 128), (400, 1, 128))
+    cu = torch.tensor([[0, 0], [70, 7], [300, 400]], dtype=dtype)
+    options = (300, 400, None, -1, 0, 0.0, 0.1)
+    exact = reference.attention_varlen(*map(wide, (q, k, v, cu[:, 0], cu[:, 1], *options)))
+    for columns in (cu, cu.T.contiguous().T):  # the second is known by the same shapes
+        with simulation(seed=4):
+            got = KERNEL.attention_varlen(q, k, v, columns[:, 0], columns[:, 1], *options)
+        assert_close(got, exact)

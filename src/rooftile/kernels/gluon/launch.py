@@ -8,7 +8,7 @@ and tensor maps of addresses seen before are reused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -88,23 +88,34 @@ class Launch:
         bases: the tensors that the boxes describe, on multiples of 16 bytes.
         pointers: the tensors that the kernel takes as plain pointers.
         """
-        index, bare = self._index, self._bare
+        index = self._index
         if index is not None and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):  # Triton launches on the current one
                 self(bases, pointers)
             return
-        if bare is None or index is None:
+        if self._bare is None or index is None:
             self._run_through_triton(bases, pointers)
             return
-        addresses = tuple([x.data_ptr() for x in bases])
-        described = self._described.get(addresses)
+        self.at(tuple([x.data_ptr() for x in bases]), [x.data_ptr() for x in pointers])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `at` can be called: not before the kernel ran once, and on the current device only."""
+        return self._bare is not None and self._index == torch._C._cuda_getDevice()
+
+    def at(self, bases: tuple[int, ...], pointers: Sequence[int]) -> None:
+        """The same with addresses instead of tensors, for callers that have them at hand."""
+        bare = self._bare
+        assert bare is not None
+        assert self._index is not None
+        described = self._described.get(bases)
         if described is None:
-            described = self._describe(bare, addresses)
+            described = self._describe(bare, bases)
         bare.launch(
-            *(self._ctas, 1, 1, bare.current_stream(index)),
+            *(self._ctas, 1, 1, bare.current_stream(self._index)),
             *bare.handles,
             *described,
-            *[x.data_ptr() for x in pointers],
+            *pointers,
             *self._tail,
         )
 

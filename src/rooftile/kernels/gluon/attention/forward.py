@@ -117,6 +117,8 @@ def attention_varlen(
             cu_seqlens_q.shape,
             cu_seqlens_q.dtype,
             cu_seqlens_k.dtype,
+            cu_seqlens_q.stride(),
+            cu_seqlens_k.stride(),
             max_q_len,
             sink is None,
             slopes is None,
@@ -220,6 +222,7 @@ def bind_attention(
 
     launch = launch_of(min(num_tiles, places), num_tiles, section, dynamic, False)
     (like_out, like_lse), device = _templates(q, v_dim), q.device
+    anchored, plain = config.anchored, not any(changed)
 
     def run(
         q: Tensor,
@@ -229,11 +232,19 @@ def bind_attention(
         slopes: Tensor | None = None,
         mods: Mods = NO_MODS,
     ) -> Result:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
             return attention(q, k, v, sink, left, right, softcap, scale, config, slopes, mods)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
+        if plain and sink is None and launch.is_ready:
+            at_out, at = out.data_ptr(), lse.data_ptr()
+            launch.at(
+                (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
+                (at, at, at, counter(device).data_ptr() if dynamic else at, at, at, at, at),
+            )
+            return out, lse
+        bases = (q, k, v, out, k, v) if anchored else (q, k, v, out)
         pointers = (
             lse,
             lse if sink is None else sink.float(),
@@ -248,11 +259,7 @@ def bind_attention(
         return out, lse
 
     shares = None
-    if (
-        not any(changed)
-        and num_tiles <= MOST_TILES_CUT * places
-        and places * config.groups <= MOST_COUNTERS
-    ):
+    if plain and num_tiles <= MOST_TILES_CUT * places and places * config.groups <= MOST_COUNTERS:
         shares = _shares(config, batch * num_heads, q_len, kv_len, left, right, places)
     if shares is None:
         return run
@@ -368,7 +375,9 @@ def bind_attention_varlen(
     device = q.device
     places = multiprocessors(device) * config.ctas
     dynamic = config.dynamic != "never"
-    wide_q, wide_k = (x.dtype != torch.int32 for x in (cu_seqlens_q, cu_seqlens_k))
+    other_q, other_k = (
+        x.dtype != torch.int32 or not x.is_contiguous() for x in (cu_seqlens_q, cu_seqlens_k)
+    )
     few = batch < config.most_sorted and capacity < MOST_TILES_SORTED
     most_sorted = config.most_sorted if few else 0
     list_tiles = None
@@ -414,6 +423,7 @@ def bind_attention_varlen(
         absent=0 if config.anchored else 2,
     )
     like_out, like_lse = _templates(q, v_dim)
+    anchored, direct = config.anchored, not (list_tiles or any(changed))
     like_entries = q.new_empty(1, dtype=torch.int32).expand(1 + capacity, NUM_FIELDS)
 
     def run(
@@ -426,21 +436,30 @@ def bind_attention_varlen(
         slopes: Tensor | None = None,
         mods: Mods = NO_MODS,
     ) -> Result:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
             options = (left, right, softcap, scale, config, slopes, mods)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        if wide_q:
-            cu_q = cu_q.to(torch.int32)
-        if wide_k:
-            cu_k = cu_k.to(torch.int32)
+        if other_q:
+            cu_q = cu_q.to(torch.int32).contiguous()
+        if other_k:
+            cu_k = cu_k.to(torch.int32).contiguous()
+        if direct and sink is None and attend.is_ready:
+            at_out, at = out.data_ptr(), lse.data_ptr()
+            entry = counter(device).data_ptr() if dynamic else at
+            attend.at(
+                (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
+                (at, at, at, entry, cu_q.data_ptr(), cu_k.data_ptr(), at, at),
+            )
+            return out, lse
         if list_tiles is None:
             entries = counter(device) if dynamic else lse
         else:
             entries = torch.empty_like(like_entries)
             list_tiles((), (entries, cu_q, cu_k))
-        bases = (q, k, v, out, k, v) if config.anchored else (q, k, v, out)
+        bases = (q, k, v, out, k, v) if anchored else (q, k, v, out)
         pointers = (
             lse,
             lse if sink is None else sink.float(),
