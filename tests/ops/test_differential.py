@@ -372,7 +372,7 @@ V = torch.zeros(1, 5, 2, 16)
         ({"q2": None}, "q2 is None; it must be a tensor"),
         ({"lam": "half"}, "lam is 'half'; give a finite number or a tensor"),
         ({"lam": torch.zeros(4, dtype=torch.int32)}, "lam has dtype torch.int32; convert it"),
-        ({"v": V.double()}, "v is torch.float64 but q is torch.float32"),
+        ({"v": V.double()}, "v is torch.float64 but q1 is torch.float32"),
         ({"q1": X[:, :, :3]}, "3 query heads do not divide into groups over 2 key-value heads"),
     ],
 )

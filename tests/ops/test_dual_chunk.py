@@ -419,7 +419,7 @@ X = torch.zeros(1, 5, 2, 8)
         ({"q_succ": None}, "q_succ is None; it must be a tensor"),
         ({"q_succ": X[:, :4]}, r"q_succ has shape \[1, 4, 2, 8\]; expected the shape of q_intra"),
         ({"q_inter": X.double()}, "q_inter is torch.float64 but q_intra is torch.float32"),
-        ({"k": X[..., :1, :4]}, "q has dim 8 and k has dim 4"),
+        ({"k": X[..., :1, :4]}, "q_intra has dim 8 and k has dim 4"),
         ({"softcap": -1.0}, "softcap is -1.0; it must be 0, which turns it off"),
         (
             {"kernel": "cuda"},

@@ -1,4 +1,4 @@
-"""What is no tensor is refused by name wherever an operator takes one."""
+"""What is no tensor is refused by name wherever an operator takes one, and so is a tangent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from rooftile import ops
 from rooftile.types import PagedBatch
@@ -25,6 +26,32 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     ops.append_kv: {
         "k": RAGGED, "v": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "slots": SLOTS,
     },
+    ops.dual_chunk_attention: {
+        "q_intra": DENSE, "q_succ": DENSE, "q_inter": DENSE, "k": DENSE, "v": DENSE,
+        "chunk_size": 3, "local_size": 1,
+    },
+    ops.dual_chunk_attention_varlen: {
+        "q_intra": RAGGED, "q_succ": RAGGED, "q_inter": RAGGED, "k": RAGGED, "v": RAGGED,
+        "cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS, "chunk_size": 3, "local_size": 1,
+    },
+    ops.paged_dual_chunk_attention: {
+        "q_intra": RAGGED, "q_succ": RAGGED, "q_inter": RAGGED, "k_pages": PAGES, "v_pages": PAGES,
+        "batch": BATCH, "chunk_size": 3, "local_size": 1,
+    },
+    ops.dual_chunk_rotary_embedding: {
+        "q": RAGGED, "positions": SLOTS, "cos_sin": TABLE, "chunk_size": 3, "local_size": 1,
+    },
+    ops.differential_attention: {
+        "q1": DENSE, "k1": DENSE, "q2": DENSE, "k2": DENSE, "v": DENSE, "lam": DENSE[0, 0, :, 0],
+    },
+    ops.differential_attention_varlen: {
+        "q1": RAGGED, "k1": RAGGED, "q2": RAGGED, "k2": RAGGED, "v": RAGGED, "lam": DENSE[0, 0, :, 0],
+        "cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS,
+    },
+    ops.paged_differential_attention: {
+        "q1": RAGGED, "q2": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "batch": BATCH,
+        "lam": DENSE[0, 0, :, 0],
+    },
     ops.merge_attention_states: {"outs": DENSE, "lses": DENSE[..., 0]},
     ops.rotary_embedding: {"x": RAGGED, "positions": SLOTS, "cos_sin": TABLE},
     ops.rms_norm: {"x": ROWS, "weight": None, "eps": 1e-5},
@@ -42,6 +69,20 @@ def test_what_is_no_tensor_is_named(operator: Callable[..., Any], given: Any) ->
     arguments = CALLS[operator]
     operator(**arguments)
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
+        optional = name == "k2" and given is None
+        if isinstance(value, torch.Tensor) and not optional:
             with pytest.raises(ValueError, match=f"{name} is {given!r}"):
                 operator(**{**arguments, name: given})
+
+
+@pytest.mark.parametrize("operator", CALLS, ids=lambda f: f.__name__)
+def test_forward_mode_derivatives_are_refused(operator: Callable[..., Any]) -> None:
+    """Torch would leave them out of the result without a word."""
+    arguments = CALLS[operator]
+    with forward_ad.dual_level():
+        operator(**arguments)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                dual = forward_ad.make_dual(value, value)
+                with pytest.raises(NotImplementedError, match=f"{name} has a tangent.*backward"):
+                    operator(**{**arguments, name: dual})

@@ -204,26 +204,36 @@ def _join_ragged(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, 
     return (*tensors[:5], *rest[:2], tensors[5], *rest[2:])
 
 
-def check_qkv(name: str, q: Tensor, k: Tensor, v: Tensor, layout: str, dims: int) -> None:
-    check_tensors(name, q=q, k=k, v=v)
-    for tensor_name, tensor in (("q", q), ("k", k), ("v", v)):
+def check_qkv(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str,
+    dims: int,
+    q_name: str = "q",
+    k_name: str = "k",
+) -> None:
+    given = {q_name: q, k_name: k, "v": v}
+    check_tensors(name, **given)
+    for tensor_name, tensor in given.items():
         if tensor.dim() != dims:
             raise ValueError(
                 f"{name}: {tensor_name} has shape {list(tensor.shape)}; expected {layout}"
             )
-    check_float(name, q=q)
-    check_same(name, q=q, k=k, v=v)
+    check_float(name, **{q_name: q})
+    check_same(name, **given)
     require(
         q.shape[-1] == k.shape[-1] and q.shape[-1] > 0,
         lambda: (
-            f"{name}: q has dim {q.shape[-1]} and k has dim {k.shape[-1]}; "
+            f"{name}: {q_name} has dim {q.shape[-1]} and {k_name} has dim {k.shape[-1]}; "
             f"they must be equal and positive"
         ),
     )
     require(
         k.shape[:-1] == v.shape[:-1] and v.shape[-1] > 0,
         lambda: (
-            f"{name}: k has shape {list(k.shape)} and v has shape {list(v.shape)}; "
+            f"{name}: {k_name} has shape {list(k.shape)} and v has shape {list(v.shape)}; "
             f"all but the last dimension must be equal, and that one positive"
         ),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
@@ -87,3 +88,13 @@ def _check_tensors(
     for name, tensor in given.items():
         if (tensor is not None or required) and not isinstance(tensor, Tensor):
             raise ValueError(f"{operator}: {name} is {tensor!r:.80}; it must be a tensor")
+        if (
+            forward_ad._current_level >= 0
+            and tensor is not None
+            and forward_ad.unpack_dual(tensor).tangent is not None
+        ):
+            # torch would drop it without a word.
+            raise NotImplementedError(
+                f"{operator}: {name} has a tangent, and there are no forward-mode derivatives; use "
+                f"backward()"
+            )

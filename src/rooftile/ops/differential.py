@@ -77,7 +77,7 @@ def differential_attention(
         NotImplementedError: an explicitly chosen kernel that cannot run the call.
     """
     name = "differential_attention"
-    check_qkv(name, q1, k1, v, "[batch, length, heads, dim]", 4)
+    check_qkv(name, q1, k1, v, "[batch, length, heads, dim]", 4, "q1", "k1")
     require(
         q1.shape[0] == k1.shape[0],
         lambda: (
@@ -120,7 +120,7 @@ def differential_attention_varlen(
         ValueError, NotImplementedError: as `differential_attention` and `attention_varlen`.
     """
     name = "differential_attention_varlen"
-    check_qkv(name, q1, k1, v, "[tokens, heads, dim]", 3)
+    check_qkv(name, q1, k1, v, "[tokens, heads, dim]", 3, "q1", "k1")
     lam = _check_pairs(name, q1, k1, q2, k2, lam)
     left, right, scale = check_options(name, q1, causal, window, 0.0, None, softmax_scale)
     max_q_len = q1.shape[0] if max_q_len is None else max_q_len
@@ -180,7 +180,7 @@ def paged_differential_attention(
             f"use differential_attention_varlen, or call under torch.no_grad()"
         )
     left, right, scale = check_options(name, q1, causal, window, 0.0, None, softmax_scale)
-    check_batch(name, q1, k_pages, batch, left)
+    check_batch(name, q1, k_pages, batch, left, "q1")
     out, lse1, lse2 = PAGED_DIFFERENTIAL.handle(
         *(q1, q2, k_pages, v_pages, lam, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
         *(batch.max_q_len, batch.max_kv_len, left, right, scale, None, [], kernel),

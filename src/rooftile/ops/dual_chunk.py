@@ -73,7 +73,7 @@ def dual_chunk_attention(
         NotImplementedError: inputs that require a gradient; a kernel that cannot run the call.
     """
     name = "dual_chunk_attention"
-    check_qkv(name, q_intra, k, v, "[batch, length, heads, dim]", 4)
+    check_qkv(name, q_intra, k, v, "[batch, length, heads, dim]", 4, "q_intra")
     require(
         q_intra.shape[0] == k.shape[0],
         lambda: (
@@ -119,7 +119,7 @@ def dual_chunk_attention_varlen(
         ValueError, NotImplementedError: as `dual_chunk_attention` and `attention_varlen`.
     """
     name = "dual_chunk_attention_varlen"
-    check_qkv(name, q_intra, k, v, "[tokens, heads, dim]", 3)
+    check_qkv(name, q_intra, k, v, "[tokens, heads, dim]", 3, "q_intra")
     scale = _check_queries(name, q_intra, q_succ, q_inter, softcap, softmax_scale)
     check_chunks(name, chunk_size, local_size)
     max_q_len = q_intra.shape[0] if max_q_len is None else max_q_len
@@ -174,7 +174,7 @@ def paged_dual_chunk_attention(
     scale = _check_queries(name, q_intra, q_succ, q_inter, softcap, softmax_scale)
     check_chunks(name, chunk_size, local_size)
     refuse_gradient(name, q_intra, q_succ, q_inter, k_pages, v_pages)
-    check_batch(name, q_intra, k_pages, batch, -1)
+    check_batch(name, q_intra, k_pages, batch, -1, "q_intra")
     out, lse = PAGED_DUAL_CHUNK.handle(
         *(q_intra, q_succ, q_inter, k_pages, v_pages),
         *(batch.cu_seqlens_q, batch.kv_lens, batch.page_table),

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from rooftile.ops.attention import check_integers
-from rooftile.ops.check import check_device, check_float, check_shape, check_whole, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_shape,
+    check_tensors,
+    check_whole,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 
 LENGTH_FACTORS = ("query", "prompt")
@@ -166,6 +173,7 @@ def dual_chunk_rotary_embedding(
         NotImplementedError: q requires a gradient.
     """
     name = "dual_chunk_rotary_embedding"
+    check_tensors(name, q=q, cos_sin=cos_sin)
     check_float(name, q=q, cos_sin=cos_sin)
     check_device(name, q=q, cos_sin=cos_sin)
     require(

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 
 def undispatched(*tensors: Tensor) -> bool:
     """Whether a kernel may be called on these tensors directly.
 
     Not while something records or transforms operators (compilation, tracing, torch_dispatch modes,
-    functorch, the profiler, autocast), not for subclasses or what is no tensor, and not where a
-    gradient is wanted.
+    functorch, forward-mode derivatives, the profiler, autocast), not for subclasses or what is no
+    tensor, and not where a gradient is wanted.
     """
     if (
         torch.compiler.is_compiling()
@@ -28,6 +28,7 @@ def undispatched(*tensors: Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()
         or torch._C._is_any_autocast_enabled()
+        or forward_ad._current_level >= 0
         or profiler._is_profiler_enabled
     ):
         return False

@@ -69,15 +69,18 @@ def check_keys(name: str, q: Tensor, k_pages: Tensor) -> None:
     check_heads(name, q.shape[1], k_pages.shape[1])
 
 
-def check_batch(name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int) -> None:
+def check_batch(
+    name: str, q: Tensor, k_pages: Tensor, batch: PagedBatch, left: int, q_name: str = "q"
+) -> None:
     require(
         isinstance(batch, PagedBatch),
         lambda: f"{name}: batch is {batch!r:.80}; it must be a PagedBatch",
     )
     check_whole(name, 0, max_kv_len=batch.max_kv_len)
-    check_cu_seqlens(name, "cu_seqlens_q", batch.cu_seqlens_q, "q", q, batch.max_q_len, "max_q_len")
-    check_integers(name, "kv_lens", batch.kv_lens, q, "q")
-    check_integers(name, "page_table", batch.page_table, q, "q")
+    longest = batch.max_q_len
+    check_cu_seqlens(name, "cu_seqlens_q", batch.cu_seqlens_q, q_name, q, longest, "max_q_len")
+    check_integers(name, "kv_lens", batch.kv_lens, q, q_name)
+    check_integers(name, "page_table", batch.page_table, q, q_name)
     requests = batch.cu_seqlens_q.shape[0] - 1
     check_shape(name, "kv_lens", batch.kv_lens, (requests,), "[batch]")
     require(
