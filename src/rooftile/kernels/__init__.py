@@ -16,7 +16,8 @@ from typing import Any
 class Kernel:
     """One implementation of one operator.
 
-    run: takes the operator's private arguments (see its schema), without the `kernel` argument.
+    run: takes the operator's private arguments (see its schema), without the `kernel` argument. On a
+        GPU, tensors of one dimension come without a stride.
     supports: static properties of a call -> `None`, or the reason why this kernel cannot take it.
     efficiency: share of the roofline that it is known to reach, 0 to 1; `kernel="auto"` takes the
         highest, that is the least predicted time, among those that support the call.

@@ -99,6 +99,8 @@ class Operator:
         if kernel.bind is not None:
             return kernel.bind(*arguments)
         run = kernel.run
+        if family in GPU_FAMILIES:
+            return lambda *tensors: run(*join(tuple(_gapless([*tensors])), rest))
         return lambda *tensors: run(*join(tensors, rest))
 
     def refusal(self, call: Hashable, family: str) -> str | None:
@@ -115,7 +117,21 @@ class Operator:
         family = _choose(self.name, self._call(*arguments), requested)
         kernel = _load(self.name, self.module, family)
         assert isinstance(kernel, Kernel)
+        if family in GPU_FAMILIES:
+            _gapless(arguments)
         return exactly(kernel.run, *arguments)
+
+
+def _gapless(arguments: list[Any]) -> list[Any]:
+    """With lengths, positions, slots and the like as GPU kernels read them: without a stride."""
+    for index, argument in enumerate(arguments):
+        if (
+            isinstance(argument, torch.Tensor)
+            and argument.ndim == 1
+            and not argument.is_contiguous()
+        ):
+            arguments[index] = argument.contiguous()
+    return arguments
 
 
 def exactly(run: Callable[..., Any], *arguments: Any) -> Any:
