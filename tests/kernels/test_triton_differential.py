@@ -174,3 +174,29 @@ def test_queries_stacked(pairs: int, dim: int, shared: bool) -> None:
     for q1, q2 in ((q[:, 0::2], q[:, 1::2]), q.chunk(2, 1), (q[:0, 0::2], q[:0, 1::2])):
         got = kernel.stack_queries(q1, q2, shared)
         assert torch.equal(got, stack_queries(q1, q2, shared))
+
+
+@pytest.mark.parametrize("dims", [(8, 16), (8, 130)])  # in one program, and in two calls
+def test_lam_of_a_query_that_sees_nothing_is_not_read(dims: tuple[int, int]) -> None:
+    q, k = torch.randn(1, 5, 2, dims[0]), torch.randn(1, 2, 2, dims[0])
+    v, lam = torch.randn(1, 2, 2, dims[1]), torch.full((1, 5, 2), math.nan)
+    lam[:, 3:] = 0.5
+    out, _, _ = kernel.differential_attention(q, k, 2 * q, k, v, lam, -1, 0, 0.3)
+    assert bool((out[:, :3] == 0).all())
+    assert bool(out.isfinite().all())
+
+
+def test_more_tokens_than_the_second_axis_of_a_grid_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(kernel, "_subtract_kernel", Launched())
+    monkeypatch.setattr(kernel, "_stack_kernel", Launched())
+    tokens = 70_000
+    kernel.subtract(torch.empty(tokens, 4, 8), torch.empty(tokens, 4), torch.empty(2))
+    kernel.stack_queries(torch.empty(tokens, 2, 8), torch.empty(tokens, 2, 8), False)
+    assert all(axis <= 65_535 for grid in grids for axis in grid[1:])

@@ -299,7 +299,9 @@ def differential_kernel(
     o1, log_sum1 = _finish(first)
     o2, log_sum2 = _finish(second)
     at_lam += pair.to(tl.int64) * lam_head_stride
-    share = tl.load(lam + at_lam + (q_start + rows).to(tl.int64) * lam_stride, rows < q_len, 0.0)
+    # Nothing is known of the lam of a query that sees nothing: it may be NaN.
+    has_share = (rows < q_len) & (log_sum2 > float("-inf"))
+    share = tl.load(lam + at_lam + (q_start + rows).to(tl.int64) * lam_stride, has_share, 0.0)
     o = o1 - share.to(tl.float32)[:, None] * o2
     at = (out_start + rows) * num_pairs + pair
     out_mask = (rows < q_len)[:, None] & (v_column < v_dim)[None, :]
@@ -525,12 +527,12 @@ def _subtract_kernel(
     v_tile: tl.constexpr,
     overlapped: tl.constexpr,
 ):
-    """Program (pair, token)."""
+    """Program token * num_pairs + pair: tokens may be more than a grid's second axis holds."""
     early(overlapped)
-    pair = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0)
+    token, pair = (program // num_pairs).to(tl.int64), program % num_pairs
+    at = program.to(tl.int64)
     column = tl.arange(0, v_tile)
-    at = token * num_pairs + pair
     inside = column < v_dim
     first = tl.load(stacked + 2 * at * v_dim + column, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(stacked + (2 * at + 1) * v_dim + column, mask=inside, other=0.0)
@@ -554,7 +556,7 @@ def subtract(stacked: Tensor, stacked_lse: Tensor, lam: Tensor) -> Outputs:
     tokens = lse1.numel() // (heads // 2)
     share = lam.expand(tokens, -1) if lam.dim() == 1 else lam.reshape(tokens, -1)
     with torch.cuda.device(stacked.device) if stacked.is_cuda else nullcontext():
-        _subtract_kernel[(heads // 2, tokens)](
+        _subtract_kernel[(lse1.numel(),)](
             *(stacked, stacked_lse, share, out, lse1, lse2, *share.stride()),
             heads // 2,
             v_dim,
