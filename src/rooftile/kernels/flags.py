@@ -7,6 +7,8 @@ replayed on any stream. A launch that fails takes its stream's flags along.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ _LAUNCHES = 4096
 _pools: dict[torch.device, Tensor] = {}  # [launches, FLAGS] int32, handed out from the front
 _handed_out: dict[torch.device, int] = {}
 _of_stream: dict[tuple[torch.device, int], Tensor] = {}
+_lock = threading.Lock()  # of handing out
 
 
 def flags(device: torch.device) -> Tensor:  # [FLAGS] int32
@@ -25,7 +28,8 @@ def flags(device: torch.device) -> Tensor:  # [FLAGS] int32
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))
     if not capturing and key in _of_stream:
         return _of_stream[key]
-    found = _next(device, capturing)
+    with _lock:
+        found = _next(device, capturing)
     if not capturing:
         _of_stream[key] = found
     return found

@@ -7,6 +7,7 @@ that is captured into a CUDA graph gets some for itself, since its graph may be 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ class _Pool:
     memory: dict[torch.device, Tensor] = field(default_factory=dict)  # [slots, fields] int32
     handed_out: dict[torch.device, int] = field(default_factory=dict)
     of_stream: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by device and stream
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of handing out
 
     def slot(self, device: torch.device) -> Tensor:  # [fields] int32
         if device.type != "cuda":
@@ -32,7 +34,8 @@ class _Pool:
             known = self.of_stream.get(key)
             if known is not None:
                 return known
-        slot = self._new_slot(device, capturing)
+        with self.lock:
+            slot = self._new_slot(device, capturing)
         if not capturing:
             self.of_stream[key] = slot
         return slot
