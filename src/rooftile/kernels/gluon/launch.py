@@ -141,11 +141,13 @@ class Launch:
             self._maps.clear()
         described: list[Any] = []
         for i, (address, box) in enumerate(zip(addresses, self._boxes, strict=True)):
-            if (i, address) not in self._maps:
-                self._maps[i, address] = bare.tensor_map(i, address, box.shape, box.strides)
-            described += (self._maps[i, address], *box.shape, *box.strides)
-        self._described[addresses] = (*described, *self._absent)
-        return self._described[addresses]
+            found = self._maps.get((i, address))  # another thread may clear what it was in
+            if found is None:
+                found = bare.tensor_map(i, address, box.shape, box.strides)
+                self._maps[i, address] = found
+            described += (found, *box.shape, *box.strides)
+        self._described[addresses] = whole = (*described, *self._absent)
+        return whole
 
     def _descriptors(self, bases: tuple[Tensor, ...]) -> tuple[Any, ...]:
         boxes = zip(self._boxes, bases, strict=True)
