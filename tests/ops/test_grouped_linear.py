@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rooftile.ops.grouped_linear import GROUPED_LINEAR, grouped_linear
@@ -14,10 +14,11 @@ KERNELS = kernels_to_test(GROUPED_LINEAR)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@example([40, 33, 9, 40, 0, 40, 40], 7, 150, torch.float32, torch.int64, 0)  # sections of tiles
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 2, 5, 9, 16, 40]), min_size=1, max_size=7),
     in_features=st.integers(1, 40),
-    out_features=st.integers(1, 30),
+    out_features=st.one_of(st.integers(1, 30), st.just(150)),  # more than a tile's too
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     index=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 2**32),

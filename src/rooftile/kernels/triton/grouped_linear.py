@@ -6,6 +6,8 @@ Triton's interpreter on a CPU (TRITON_INTERPRET=1 before the import; float16 and
 """
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
+import sys
 from typing import Any
 
 import torch
@@ -16,8 +18,12 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
 
+BLOCK_K = 64
+SECTION = 8  # tiles of rows that go through all features before the next do
+WIDE_STAGES = 3
 
-@triton.jit(do_not_specialize=["groups"])
+
+@triton.jit(do_not_specialize=["groups", "most_tiles"])
 def grouped_linear_kernel(
     x,
     weight,
@@ -32,15 +38,26 @@ def grouped_linear_kernel(
     weight_stride,
     weight_column_stride,
     out_stride,
+    most_tiles,
     padded_groups: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    section: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Program: a tile of some group's rows, and block_n output features."""
-    tile = tl.program_id(0)
-    column0 = tl.program_id(1) * block_n
+    """Program: a tile of some group's rows, and block_n output features.
+
+    Those that run at a time share few rows and few features, so that L2 serves both: a section of
+    tiles goes through all features before the next begins.
+    """
+    columns_of_tiles = tl.cdiv(out_features, block_n)
+    place = tl.program_id(0)
+    first = place // (section * columns_of_tiles) * section
+    place -= first * columns_of_tiles
+    width = tl.minimum(most_tiles - first, section)
+    tile = first + place % width
+    column0 = place // width * block_n
     g = tl.arange(0, padded_groups)
     sizes = tl.load(group_sizes + g, mask=g < groups, other=0).to(tl.int32)
     tiles = (sizes + (block_m - 1)) // block_m
@@ -76,27 +93,55 @@ def grouped_linear_kernel(
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_exists & column_exists)
 
 
+def tile_shape(
+    rows: int, groups: int, element_bytes: int, shared_bytes: int
+) -> tuple[int, int, int, int]:
+    """block_m, block_n, num_warps and num_stages.
+
+    On an H200 128 x 256 is up to 12% faster than 128 x 128 from 64 rows a group on, and 16% faster
+    than 64 x 128 at 64 rows, whose groups mostly take two tiles (docs/performance.md, mixtures).
+    """
+    # Near the rows that a group has when all have the same, which an average group fills.
+    block_m = min(max(16, triton.next_power_of_2(-(-rows // groups))), 128)
+    if block_m >= 64:
+        if WIDE_STAGES * (128 + 256) * BLOCK_K * element_bytes <= shared_bytes:
+            return 128, 256, 8, WIDE_STAGES
+        return block_m, 128, 8 if block_m == 128 else 4, 3
+    return block_m, 128 if block_m > 16 else 64, 4, 3
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; no bound in the interpreter."""
+    if device.type == "cpu":
+        return sys.maxsize
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["max_shared_mem"]
+
+
 def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     rows, in_features = x.shape
     groups, out_features, _ = weight.shape
     out = x.new_empty((rows, out_features))
     if not out.numel():
         return out
-    # Tiles near the rows that a group has when all have the same, which an average group fills.
-    block_m = min(max(16, triton.next_power_of_2(-(-rows // groups))), 128)
-    block_n = 128 if block_m > 16 else 64
+    block_m, block_n, num_warps, num_stages = tile_shape(
+        rows, groups, x.element_size(), shared_memory(x.device)
+    )
     # Every group may end in a tile that is not full; no more groups than rows have any.
     most_tiles = rows // block_m + min(groups, rows)
-    grouped_linear_kernel[(most_tiles, triton.cdiv(out_features, block_n))](
+    grouped_linear_kernel[(most_tiles * triton.cdiv(out_features, block_n),)](
         *(x, weight, group_sizes, out, groups, out_features, in_features),
-        *(*x.stride(), *weight.stride(), out.stride(0)),
+        *(*x.stride(), *weight.stride(), out.stride(0), most_tiles),
         padded_groups=triton.next_power_of_2(groups),
         block_m=block_m,
         block_n=block_n,
-        block_k=64,
+        block_k=BLOCK_K,
+        section=SECTION,
         precision="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     return out
 
