@@ -184,8 +184,13 @@ def test_forms_of_the_option() -> None:
     assert DualChunkConfig.of(CHUNKS) == DualChunkConfig(12, 4, 10)
 
 
-def test_models_that_it_does_not_fit(tmp_path: Path) -> None:
-    save = hugging_face.save
-    save(hugging_face.random_model("mistral", sliding_window=6, num_hidden_layers=1), tmp_path)
-    with pytest.raises(ValueError, match="no layer has rotary positions without a window"):
+@pytest.mark.parametrize(
+    ("model_type", "options"), [("mistral", {"sliding_window": 6}), ("diffllama", {"head_dim": 8})]
+)
+def test_models_that_it_does_not_fit(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = hugging_face.random_model(model_type, num_hidden_layers=1, **options)
+    hugging_face.save(model, tmp_path)
+    with pytest.raises(ValueError, match="no layer has plain attention with rotary positions and"):
         load(str(tmp_path))

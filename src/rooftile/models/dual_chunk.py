@@ -20,8 +20,8 @@ def with_dual_chunk(config: DecoderConfig, dual_chunk: DualChunkConfig, name: st
     layers = tuple(_with(layer, dual_chunk) for layer in config.layers)
     if all(layer.attention.dual_chunk is None for layer in layers):
         raise ValueError(
-            f"{name}: dual_chunk is given, but no layer has rotary positions without a window; "
-            f"leave it out"
+            f"{name}: dual_chunk is given, but no layer has plain attention with rotary positions and "
+            f"without a window; leave it out"
         )
     return replace(config, layers=layers)
 
