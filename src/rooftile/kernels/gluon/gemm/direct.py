@@ -120,6 +120,7 @@ def direct_kernel(
     has_bias: gl.constexpr,
     has_residual: gl.constexpr,
     early: gl.constexpr,  # codes are fetched a step before they are multiplied
+    ahead: gl.constexpr,  # the first of them before the kernels before have ended
 ):
     """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
     sums: gl.constexpr = product_layout(warps_k, warps_x, warps_y)
@@ -141,10 +142,13 @@ def direct_kernel(
     x0 = (tile - tile_of_y * tiles_x) * tile_x
     y0 = tile_of_y * tile_y
     let_dependents_start()
-    await_kernels_before()
+    if not ahead:
+        await_kernels_before()
     acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
     if codes and early:
         word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
+    if ahead:
+        await_kernels_before()
     for k0 in range(0, k, warps_k * tile_k):
         if codes and not early:
             word, scale = fetch_codes(

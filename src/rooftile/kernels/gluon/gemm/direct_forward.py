@@ -11,6 +11,7 @@ from rooftile.kernels.gluon.gemm.direct import direct_kernel
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
 from rooftile.kernels.gluon.gemm.tile_plan import UNIT, row_unit
 from rooftile.kernels.gluon.launch import Launch
+from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 
 def matmul(
@@ -37,6 +38,7 @@ def matmul(
         (x.stride(0), y.stride(0), out.stride(0), 0 if residual is None else residual.stride(0)),
         (UNIT if codes else row_unit(x), row_unit(y), row_unit(out)),
         activation,
+        codes and plan.early and are_weights_at_rest(),
     )
     pointers = (
         *(x, y, out, out if bias is None else bias.contiguous()),
@@ -55,6 +57,7 @@ def _launch(
     strides: tuple[int, int, int, int],  # of x, y, out, residual
     units: tuple[int, int, int],
     activation: str,
+    ahead: bool,
 ) -> Launch:
     x_rows, y_rows, k = sizes
     tiles_x = -(-x_rows // plan.tile_x)
@@ -77,6 +80,7 @@ def _launch(
         ("has_bias", dtypes[3] is not None),
         ("has_residual", dtypes[4] is not None),
         ("early", plan.early),
+        ("ahead", ahead),
     )
     x_stride, y_stride, out_stride, residual_stride = strides
     return Launch(

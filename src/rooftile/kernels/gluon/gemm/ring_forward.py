@@ -114,6 +114,7 @@ def _launch(
             ("warps_k", plan.warps_k),
             ("stages", plan.stages),
             ("even", k % plan.step_k == 0),
+            ("whole", k <= plan.step_k * plan.stages),
             ("codes", codes),
             ("ahead", at_rest),
             ("activation", activation),

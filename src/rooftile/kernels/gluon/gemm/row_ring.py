@@ -23,6 +23,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.triton_version import tma_load
 
 GROUPS = gl.constexpr(4)  # of a block of codes: scales
+LINE_PAIRS = gl.constexpr(32)  # of a line of the caches
 
 
 @gluon.constexpr_function
@@ -137,6 +138,24 @@ def _fetch(
 
 
 @gluon.jit
+def _fetch_lines(x, x_stride, m, x0, k, rows: gl.constexpr, warps: gl.constexpr):
+    """Starts bringing the rows of x from x0 on to the first cache, so that no step waits for the second."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    for row in range(x0, gl.minimum(x0 + rows, m)):
+        base = x + gl.cast(row, gl.int64) * (x_stride // 2)
+        for first in range(0, k // 2, LINE_PAIRS * 32 * warps):
+            pair = first + gl.arange(0, 32 * warps, layout) * LINE_PAIRS
+            gl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [base + gl.minimum(pair, k // 2 - 1)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@gluon.jit
 def _elements(pairs, dtype: gl.constexpr, right: gl.constexpr):
     """Pairs [warps_k, tile_k / 2, rows] as [warps_k, tile_k, rows]."""
     low, high = gl.inline_asm_elementwise(
@@ -197,6 +216,7 @@ def row_ring_kernel(
     warps_k: gl.constexpr,  # that share a stage's k
     stages: gl.constexpr,
     even: gl.constexpr,  # k is a multiple of step_k
+    whole: gl.constexpr,  # all of k is in the ring at a time
     codes: gl.constexpr,
     ahead: gl.constexpr,  # weights are at rest: kernels/weights_at_rest.py
     activation: gl.constexpr,
@@ -241,6 +261,7 @@ def row_ring_kernel(
         _fill(weight_desc, scale_desc, weights, scales, full, s, row0, s, step_k, codes, True)
     if ahead:
         await_kernels_before()
+    _fetch_lines(x, x_stride, m, x0, k, rows, warps_x * warps_k)
     acc = gl.zeros([warps_k, tile, rows], gl.float32, sums)
     pairs = _fetch(x, x_stride, m, x0, k, 0, rows, tile_k, warps_x, warps_k, even)
     stage = 0 * cta
@@ -253,12 +274,13 @@ def row_ring_kernel(
         a = _values(weights, scales, stage, tile, step_k, warps_x, warps_k, codes, left)
         acc = mma_v2(a, _elements(pairs, dtype, right), acc)
         pairs = following
-        gl.thread_barrier()
-        step = i + stages
-        _fill(
-            weight_desc, scale_desc, weights, scales, full, stage, row0, step, step_k, codes,
-            step < steps,
-        )  # fmt: skip
+        if not whole:
+            gl.thread_barrier()
+            step = i + stages
+            _fill(
+                weight_desc, scale_desc, weights, scales, full, stage, row0, step, step_k, codes,
+                step < steps,
+            )  # fmt: skip
         turn = stage == stages - 1
         stage = gl.where(turn, 0, stage + 1)
         phase = gl.where(turn, phase ^ 1, phase)
