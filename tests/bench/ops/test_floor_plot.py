@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftile.bench.ops.floor_plot import draw, has_floor
+from rooftile.bench.ops.floor_plot import _labels, draw, has_floor
 from rooftile.bench.results import OperatorResult
 
 
@@ -33,3 +33,17 @@ def test_rows_beside_a_reader_are_drawn(tmp_path: Path) -> None:
         assert path.stat().st_size > 5000
     text = (tmp_path / "floor.svg").read_text()
     assert text.count("<!-- b32 4k h32/8 d128 -->") == 1
+
+
+def test_labels_of_cases_side_by_side_are_written_at_one_point() -> None:
+    cases = {
+        "far": (900.0, 950.0),
+        "b": (120.0, 133.0),
+        "a": (119.0, 131.0),
+        "slow": (121.0, 200.0),
+    }
+    assert _labels(cases) == {
+        (119.0, 131.0): ["a", "b"],
+        (121.0, 200.0): ["slow"],
+        (900.0, 950.0): ["far"],
+    }

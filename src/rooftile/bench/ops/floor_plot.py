@@ -9,6 +9,7 @@ from rooftile.bench.ops.plot import COLOURS, load_matplotlib
 from rooftile.bench.results import OperatorResult
 
 FLOOR = "read"  # the peer that only reads
+SIDE_BY_SIDE = 1.25  # times as much, at most, in both directions
 
 
 def has_floor(rows: Sequence[OperatorResult]) -> bool:
@@ -36,8 +37,10 @@ def draw(rows: Sequence[OperatorResult], heading: str, path: Path) -> None:
     for i, (name, cases) in enumerate(points.items()):
         at, times = zip(*sorted(cases.values()), strict=True)
         axes.plot(at, times, "o", markersize=4, color=COLOURS[i % len(COLOURS)], label=name)
-    for case, (floor, us) in next(iter(points.values())).items():
-        axes.annotate(case, (floor, us), (4, -7), textcoords="offset points", fontsize=5)
+    for at_point, names in _labels(next(iter(points.values()))).items():
+        axes.annotate(
+            "\n".join(names), at_point, (4, -4), textcoords="offset points", fontsize=5, va="top"
+        )
     axes.set(
         xscale="log", yscale="log", xlabel="microseconds to read the bytes", ylabel="microseconds"
     )
@@ -45,3 +48,16 @@ def draw(rows: Sequence[OperatorResult], heading: str, path: Path) -> None:
     axes.legend(fontsize=8, frameon=False)
     axes.set_title(heading, fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+def _labels(cases: dict[str, tuple[float, float]]) -> dict[tuple[float, float], list[str]]:
+    """Names of cases by the point that they are written at: one for those that lie side by side."""
+    labels: dict[tuple[float, float], list[str]] = {}
+    for case, point in sorted(cases.items(), key=lambda pair: pair[1]):
+        near = (
+            other
+            for other in labels
+            if all(max(pair) < SIDE_BY_SIDE * min(pair) for pair in zip(point, other, strict=True))
+        )
+        labels.setdefault(next(near, point), []).append(case)
+    return labels
