@@ -22,7 +22,7 @@ from tests.kernels.test_gluon_attention import (
     wide,
 )
 from tests.kernels.test_gluon_attention_switches import rising
-from tests.support.gluon_sim import simulation
+from tests.support.gluon_sim import load_simulated, simulation
 
 CONFIGS = [
     None,
@@ -31,14 +31,15 @@ CONFIGS = [
     replace(CONFIG.CONFIGS[64], anchored=True),
     replace(CONFIG.CONFIGS[128], anchored=True),
 ]
-CHEAP = Costs(block=10, item=1, part=1, fewest=1)
+CONSUMER = load_simulated("rooftile.kernels.gluon.attention.consumer")
+CHEAP = Costs(block=10, item=1, part=1, join=0, fewest=1)
 
 
 @pytest.fixture(autouse=True)
 def every_call_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(KERNEL, "CUT_BELOW", math.inf)
-    monkeypatch.setattr(KERNEL, "share_out", lambda tiles, ctas, _: share_out(tiles, ctas, CHEAP))
+    monkeypatch.setattr(KERNEL, "share_out", lambda *call: share_out(*call[:3], CHEAP))
     monkeypatch.setattr(KERNEL, "_dense", {})
 
 
@@ -110,11 +111,27 @@ def test_second_passes_keep_to_their_part(
         assert_close(KERNEL.attention(q, k, v, *options, config=config), exact)
 
 
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("config", CONFIGS[2:], ids=lambda c: f"{c.dim}-{c.tile_rows}")
+def test_ordinary_parts_need_no_second_pass(
+    config: Any, right: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a second pass")
+
+    monkeypatch.setattr(CONSUMER, "attend_again", refuse)
+    q, k, v = normal(
+        5, torch.bfloat16, (1, 200, 2, config.dim), (1, 700, 1, config.dim), (1, 700, 1, config.dim)
+    )
+    with simulation(seed=1):
+        KERNEL.attention(q, k, v, None, -1, right, 0.0, config.dim**-0.5, config=config)
+
+
 def test_whole_waves_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     config = CONFIG.CONFIGS[128]
     monkeypatch.setattr(KERNEL, "CUT_BELOW", 0.9)
     assert KERNEL._shares(config, 8, 2048, 2048, -1, -1, 128) is None
     assert KERNEL._shares(config, 10, 1792, 8192, -1, -1, 132) is not None  # 140 tiles
-    assert KERNEL._shares(config, 8, 4096, 4096, -1, 0, 132) is None
+    assert KERNEL._shares(config, 8, 4096, 16384, -1, 0, 132) is None
     assert KERNEL._shares(config, 4, 4096, 4096, -1, 0, 132) is not None

@@ -22,7 +22,8 @@ class Kernel:
     efficiency: share of the roofline that it is known to reach, 0 to 1; `kernel="auto"` takes the
         highest, that is the least predicted time, among those that support the call.
     bind: where calls of one kind (equal shapes, strides, dtypes, devices and options) can share work
-        on the host: takes what `run` takes, returns a function of the tensors alone.
+        on the host: takes what `run` takes and `results`, how many of its results the caller reads,
+        and returns a function of the tensors alone. Results beyond these may be None.
     split: of a kernel that follows a plan, how it wants a call to be split: (call, batch, tokens,
         max_q_len, max_kv_len) -> types.SplitSpec, the last four being capacities.
     """

@@ -83,7 +83,7 @@ def attention(
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(causal, window, softcap, softmax_scale, kernel),
+            *(causal, window, softcap, softmax_scale, kernel, return_lse),
             None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
         )
         run = _CHECKED.get(kind)
@@ -110,7 +110,8 @@ def attention(
         out, lse = ATTENTION.handle(q, k, v, sink, left, right, softcap, scale, kernel)
         if kind is not None:
             rest = (left, right, softcap, scale)
-            _CHECKED.add(kind, ATTENTION.bind((q, k, v, sink), rest, kernel))
+            run = ATTENTION.bind((q, k, v, sink), rest, kernel, results=1 + bool(return_lse))
+            _CHECKED.add(kind, run)
     return (out, lse) if return_lse else out
 
 
@@ -158,7 +159,7 @@ def attention_varlen(
         kind = (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(causal, window, softcap, softmax_scale, kernel, max_q_len, max_kv_len),
+            *(causal, window, softcap, softmax_scale, kernel, return_lse, max_q_len, max_kv_len),
             *(cu_seqlens_q.shape, cu_seqlens_q.stride(), cu_seqlens_q.dtype, cu_seqlens_q.device),
             *(cu_seqlens_k.shape, cu_seqlens_k.stride(), cu_seqlens_k.dtype, cu_seqlens_k.device),
             None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
@@ -194,7 +195,9 @@ def attention_varlen(
         out, lse = ATTENTION_VARLEN.handle(*tensors, *options, kernel)
         if kind is not None:
             rest = (max_q_len, max_kv_len, left, right, softcap, scale)
-            run = ATTENTION_VARLEN.bind((*tensors[:5], sink), rest, kernel, join=_join_ragged)
+            run = ATTENTION_VARLEN.bind(
+                (*tensors[:5], sink), rest, kernel, _join_ragged, 1 + bool(return_lse)
+            )
             _CHECKED_VARLEN.add(kind, run)
     return (out, lse) if return_lse else out
 

@@ -87,6 +87,7 @@ class Operator:
         rest: tuple[Any, ...],
         requested: str,
         join: Callable[..., tuple[Any, ...]] = operator.add,
+        results: int | None = None,  # that the caller reads, None: all
     ) -> Callable[..., Any]:
         """A function of tensors alone that runs what `handle(*join(tensors, rest), requested)` would.
 
@@ -97,7 +98,7 @@ class Operator:
         kernel = _load(self.name, self.module, family)
         assert isinstance(kernel, Kernel)
         if kernel.bind is not None:
-            return kernel.bind(*arguments)
+            return kernel.bind(*arguments, **({} if results is None else {"results": results}))
         run = kernel.run
         if family in GPU_FAMILIES:
             return lambda *tensors: run(*join(tuple(_gapless([*tensors])), rest))

@@ -7,11 +7,14 @@ A tile in several items is put together by whoever finishes its last (kernels/gl
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 WORDS = 8  # of an item in the table
+Tile = tuple[int, int]  # first block of keys, number of blocks
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Costs:
     block: int  # of keys
     item: int  # what an item takes besides: its first scores, its last product, its output
     part: int  # what a part takes beyond an item: its output is wider, and is read again
+    join: int  # at the very end: the last parts are read by whoever puts their tile together
     fewest: int = 2  # blocks of a part, so that it is worth an item
 
 
@@ -32,7 +36,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """items: of each CTA, in order; clocks: of the costliest share."""
+    """items: of each CTA, in order; clocks: of the costliest share, and of joining parts after it."""
 
     items: list[list[Item]]
     clocks: int
@@ -44,33 +48,41 @@ class Shares:
         parts, its number among tiles in parts, place of the CTA's next item (the number of places:
         none). CTA c's first item lies at place c.
         """
-        items_of: dict[int, list[Item]] = {}
-        for item in (item for items in self.items for item in items):
-            items_of.setdefault(item.tile, []).append(item)
-        place_of_part: dict[Item, tuple[int, int, int, int]] = {}
-        parts = cut = 0
-        for of_tile in items_of.values():
-            if len(of_tile) > 1:
-                for i, item in enumerate(sorted(of_tile, key=lambda item: item.first)):
-                    place_of_part[item] = (parts + i, parts, len(of_tile), cut)
-                parts += len(of_tile)
-                cut += 1
-        places = sum(len(items) for items in self.items)
+        sizes: dict[int, int] = {}
+        for items in self.items:
+            for tile, _, _ in items:
+                sizes[tile] = sizes.get(tile, 0) + 1
+        first_part: dict[int, int] = {}
+        parts = 0
+        for tile, size in sizes.items():
+            if size > 1:
+                first_part[tile] = parts
+                parts += size
+        numbers = dict(zip(first_part, range(len(first_part)), strict=True))
+        places = sum(sizes.values())
         later = len(self.items)  # the next place that is not a CTA's first
-        rows: list[list[int]] = [[] for _ in range(places)]
-        for cta, items in enumerate(self.items):
-            place = cta
-            for i, item in enumerate(items):
-                following = later if i + 1 < len(items) else places
-                rows[place] = [*item, *place_of_part.get(item, (-1, -1, 1, 0)), following]
-                if i + 1 < len(items):
-                    place, later = later, later + 1
-        return [word for row in rows for word in row], parts
+        firsts: list[int] = []
+        others: list[int] = []
+        for items in self.items:
+            words = firsts
+            last = len(items) - 1
+            for i, (tile, first, blocks) in enumerate(items):
+                following = later if i < last else places
+                later += i < last
+                size = sizes[tile]
+                if size == 1:
+                    words += (tile, first, blocks, -1, -1, 1, 0, following)
+                else:  # a tile's items come last keys first, its parts are counted from the first on
+                    at = first_part[tile]
+                    rest = sizes[-1 - tile] = sizes.get(-1 - tile, size) - 1
+                    words += (tile, first, blocks, at + rest, at, size, numbers[tile], following)
+                words = others
+        return firsts + others, parts
 
 
 def blocks_of_keys(
     row0: int, rows: int, q_len: int, kv_len: int, left: int, right: int, block: int
-) -> tuple[int, int]:
+) -> Tile:
     """First block of keys that rows row0 .. row0 + rows - 1 of q_len see, and how many, at least 1.
 
     left, right: of the window, -1 for an unbounded side. As kernels/gluon/tile/mask.py: key_range.
@@ -85,66 +97,71 @@ def blocks_of_keys(
     return first, max(-(-high // block) - first, 1)
 
 
-def share_out(tiles: Sequence[tuple[int, int]], ctas: int, costs: Costs) -> Shares:
-    """tiles: first block and number of blocks of each, in the order of the line.
-
-    The costliest share is the cheapest that so many CTAs allow, up to one block.
-    """
-    smallest = costs.item + costs.part + costs.fewest * costs.block
-    limit = max(least_clocks(tiles, ctas, costs), smallest)
-    while True:
-        items = _cut(tiles, ctas, limit, costs)
-        if items is not None:
-            return Shares(items, limit)
-        limit += costs.block
+def share_out(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> Shares:
+    """tiles: of a head, in the order of the line; all heads have the same. The tiles of a call are
+    counted head by head."""
+    shares = _cut(tiles, heads, ctas, costs)
+    total = len(tiles) * heads
+    if total < ctas and ctas % total:
+        # Each tile in equally many parts: none of them is two CTAs' end and beginning.
+        even = _cut(tiles, heads, ctas // total * total, costs)
+        shares = min(shares, even, key=lambda shares: shares.clocks)
+    return shares
 
 
-def _cut(
-    tiles: Sequence[tuple[int, int]], ctas: int, limit: int, costs: Costs
-) -> list[list[Item]] | None:
-    """Shares of at most `limit` clocks; None: they need more CTAs."""
-    shares: list[list[Item]] = []
-    share: list[Item] = []
-    left = limit  # clocks of this share that are not used
-    for tile, (first, count) in enumerate(tiles):
-        end = first + count  # keys are taken from the last on, as the kernel does
-        while end > first:
-            rest = end - first
-            whole = rest == count
-            cost = rest * costs.block + costs.item + (0 if whole else costs.part)
-            take = rest
-            if cost > left:
-                take = (left - costs.item - costs.part) // costs.block
-                if rest - take < costs.fewest:
-                    take = rest - costs.fewest
-                if take < costs.fewest:
-                    if not share:
-                        return None  # the limit is below what a tile that cannot be cut takes
-                    shares.append(share)
-                    share, left = [], limit
-                    continue
-                cost = take * costs.block + costs.item + costs.part
-            share.append(Item(tile, end - take, take))
-            end -= take
-            left -= cost
-        if len(shares) >= ctas:
-            return None
-    if share:
-        shares.append(share)
-    return shares if len(shares) <= ctas else None
-
-
-def least_clocks(tiles: Sequence[tuple[int, int]], ctas: int, costs: Costs) -> int:
-    """Clocks that no way to cut them comes below: about an item a CTA more than there are tiles."""
-    blocks = sum(count for _, count in tiles)
-    return (blocks * costs.block + max(len(tiles), ctas) * costs.item) // ctas
-
-
-def whole_tiles(tiles: Sequence[tuple[int, int]], ctas: int, costs: Costs) -> int:
-    """Clocks, about, of whole tiles that CTAs take in turn, the longest first."""
+def _cut(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> Shares:
     counts = [count for _, count in tiles]
-    total = sum(counts) * costs.block + len(tiles) * costs.item
-    longest = max(counts) * costs.block + costs.item
-    if min(counts) == max(counts):
-        return -(-len(tiles) // ctas) * longest
-    return max(longest, -(-total // ctas))
+    starts = list(accumulate((costs.item + n * costs.block for n in counts), initial=0))
+    of_head = starts.pop()
+    total = len(tiles) * heads
+    cuts = [(0, 0)]  # tile, blocks of it that lie before the cut
+    for cta in range(1, ctas):
+        head, at = divmod(cta * of_head * heads // ctas, of_head)
+        j = bisect_right(starts, at) - 1
+        # What an item takes besides lies half before its keys and half behind them.
+        before = (at - starts[j] - costs.item // 2 + costs.block // 2) // costs.block
+        tile = head * len(tiles) + j
+        if before < costs.fewest:
+            before = 0
+        elif counts[j] - before < costs.fewest:
+            tile, before = tile + 1, 0
+        if (tile, before) > cuts[-1] and tile < total:
+            cuts.append((tile, before))
+    cuts.append((total, 0))
+    shares: list[list[Item]] = []
+    most = 0
+    for (tile, begin), (last, end) in pairwise(cuts):
+        share: list[Item] = []
+        clocks = 0
+        while (tile, begin) < (last, end):
+            first, count = tiles[tile % len(tiles)]
+            stop = end if tile == last else count
+            # Keys are taken from the last on, as the kernel does.
+            share.append(Item(tile, first + count - stop, stop - begin))
+            clocks += costs.item + (stop - begin) * costs.block
+            if stop - begin < count:
+                clocks += costs.part
+            tile, begin = tile + 1, 0
+        shares.append(share)
+        most = max(most, clocks)
+    return Shares(shares, most + costs.join)
+
+
+def least_clocks(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> int:
+    """Clocks that no way to cut them comes below: every CTA has at least an item."""
+    blocks = sum(count for _, count in tiles) * heads
+    return (blocks * costs.block + max(len(tiles) * heads, ctas) * costs.item) // ctas + costs.join
+
+
+def whole_tiles(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> int:
+    """Clocks, about, of whole tiles that CTAs take in turn, the longest first."""
+    counts = sorted((count for _, count in tiles), reverse=True)
+    total = len(tiles) * heads
+    if counts[0] == counts[-1]:
+        return -(-total // ctas) * (counts[0] * costs.block + costs.item)
+    clocks = sum(counts) * heads * costs.block + total * costs.item
+    # A CTA takes its second tile when it has begun with its first, whatever that takes.
+    first_two = counts[0] * costs.block + costs.item
+    if total > ctas:
+        first_two += counts[ctas // heads] * costs.block + costs.item
+    return max(first_two, -(-clocks // ctas))

@@ -57,11 +57,24 @@ class _Pool:
 MOST_COUNTERS = 1024
 _one = _Pool(4096, 4)  # 16 bytes: what Triton supposes of a pointer
 _many = _Pool(512, MOST_COUNTERS)
+_addresses: dict[tuple[int, int], int] = {}  # of `_one`'s slots that streams keep
 
 
 def counter(device: torch.device) -> Tensor:  # [4] int32
     """A counter, and what its kernel counts besides, for the next launch on `device`'s current stream."""
     return _one.slot(device)
+
+
+def address_of_counter(index: int) -> int:
+    """Where `counter` lies for GPU `index`, found in less time."""
+    if not torch._C._cuda_isCurrentStreamCapturing():
+        known = _addresses.get((index, torch._C._cuda_getCurrentRawStream(index)))
+        if known is not None:
+            return known
+    slot = _one.slot(torch.device("cuda", index))
+    if not torch._C._cuda_isCurrentStreamCapturing():
+        _addresses[index, torch._C._cuda_getCurrentRawStream(index)] = slot.data_ptr()
+    return slot.data_ptr()
 
 
 def counters(device: torch.device) -> Tensor:  # [MOST_COUNTERS] int32

@@ -45,9 +45,10 @@ class Config:
 
     @property
     def costs(self) -> Costs:
-        """Of a CTA's work while all are busy, as measured on an H200: products at some 0.75 of their rate."""
+        """Of a CTA's work while all are busy: products at 0.75 of their rate."""
         products = 4 * self.tile_rows * self.block * self.dim // 4096  # clocks
-        return Costs(products * 4 // 3 * self.ctas, 4000, 2000)
+        block = products * 4 // 3 * self.ctas
+        return Costs(block, 6000 * self.ctas, 3000 * self.ctas, 8000 * self.dim // 128)
 
     @property
     def most_registers(self) -> int | None:

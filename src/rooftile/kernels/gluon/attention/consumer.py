@@ -325,7 +325,7 @@ def _in_order(
 
 
 @gluon.jit
-def _store_tile(problem, queue, slot, o_desc, out, o, lse, row0, rows):
+def _store_tile(problem, with_lse, queue, slot, o_desc, out, o, lse, row0, rows):
     """Normalised output of a warpgroup's rows, through the shared box `out`, and their lse."""
     store_output(out.reshape([GROUP_ROWS, out.shape[-1]]), o, o_desc.dtype, problem.v_used)
     fence_async_shared()
@@ -338,13 +338,14 @@ def _store_tile(problem, queue, slot, o_desc, out, o, lse, row0, rows):
     tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
     token = (batch * problem.q_len + q_start + rows).to(gl.int64)
     at_lse = problem.lse + token * problem.num_heads + head
-    gl.store(at_lse, lse, mask=rows < q_len)
+    gl.store(at_lse, lse, mask=(rows < q_len) & (with_lse > 0))
 
 
 @gluon.jit
 def attend(
     problem,
     shares,
+    with_lse,
     queue,
     o_desc,
     k_again_desc,  # of keys and of values, for a second pass over a tile
@@ -406,6 +407,8 @@ def attend(
         if problem.has_right:
             end = gl.minimum(end, row0 + offset + problem.right + 1)
         anchor = gl.maximum(end - 1, 0) // block
+        if shares.split:  # a part's first keys may be seen whole
+            anchor = gl.minimum(anchor, last)
         q_fill = problem.q_fill(q_turn, group)
         q_ring.arrived(q_fill)
         q = q_ring.tile(q_fill)
@@ -507,11 +510,11 @@ def attend(
             complete, o, lse = finish_item(shares, place, o, lse, group, problem.v_used, rows_of(S))
             if complete:
                 tma_store_wait(0)
-                _store_tile(problem, queue, slot, o_desc, out, o, lse, row0, rows)
+                _store_tile(problem, with_lse, queue, slot, o_desc, out, o, lse, row0, rows)
         else:
             tma_store_wait(0)
             o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
-            _store_tile(problem, queue, slot, o_desc, out, o, softmax.lse(), row0, rows)
+            _store_tile(problem, with_lse, queue, slot, o_desc, out, o, softmax.lse(), row0, rows)
         if not problem.own_output:
             tma_store_wait(0)
             q_ring.release(q_fill)

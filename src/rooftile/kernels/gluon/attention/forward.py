@@ -25,7 +25,7 @@ from rooftile.kernels.gluon.attention.config import (
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
-from rooftile.kernels.gluon.counter import MOST_COUNTERS, counter, counters
+from rooftile.kernels.gluon.counter import MOST_COUNTERS, address_of_counter, counter, counters
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.tile.rows import (
     addressable,
@@ -44,7 +44,7 @@ from rooftile.planning.key_shares import (
 
 _LOG2_E = 1.4426950408889634
 _MOST_KINDS = 1024
-Result = tuple[Tensor, Tensor]
+Result = tuple[Tensor, Any]  # the output, and the lse or None where nobody reads it
 _dense: dict[Any, Callable[..., Result]] = {}
 _ragged: dict[Any, Callable[..., Result]] = {}
 
@@ -151,9 +151,10 @@ def bind_attention(
     config: Config | None = None,
     slopes: Tensor | None = None,
     mods: Mods = NO_MODS,
+    results: int = 2,
 ) -> Callable[..., Result]:
     """`attention` for tensors like these: a function of q, k, v, sink, slopes
-    and mods."""
+    and mods. results: how many of its two the caller reads."""
     batch, q_len, num_heads, k_dim = q.shape
     kv_len, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     if batch * q_len == 0 or kv_len == 0:
@@ -208,7 +209,7 @@ def bind_attention(
             (
                 *(0, 0, num_items, num_heads, group_size, q_len, kv_len, q_tiles),
                 *(batch * num_heads, section, config.rounds(num_tiles, places)),
-                *_numbers(left, right, softcap, scale),
+                *_numbers(left, right, softcap, scale, results),
             ),
             constants(
                 *(config, False, dynamic, left >= 0, right >= 0),
@@ -222,7 +223,7 @@ def bind_attention(
 
     launch = launch_of(min(num_tiles, places), num_tiles, section, dynamic, False)
     (like_out, like_lse), device = _templates(q, v_dim), q.device
-    anchored, plain = config.anchored, not any(changed)
+    anchored, plain, index = config.anchored, not any(changed), device.index or 0
 
     def run(
         q: Tensor,
@@ -236,19 +237,23 @@ def bind_attention(
         if (at_q | at_k | at_v) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
             return attention(q, k, v, sink, left, right, softcap, scale, config, slopes, mods)
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        out = torch.empty_like(like_out)
+        lse = torch.empty_like(like_lse) if results > 1 else None
         if plain and sink is None and launch.is_ready:
-            at_out, at = out.data_ptr(), lse.data_ptr()
+            at_out = out.data_ptr()
+            at = 0 if lse is None else lse.data_ptr()
             launch.at(
                 (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
-                (at, at, at, counter(device).data_ptr() if dynamic else at, at, at, at, at),
+                (at, 0, 0, address_of_counter(index) if dynamic else 0, 0, 0, 0, 0),
             )
             return out, lse
+        if lse is None:
+            lse = torch.empty_like(like_lse)
         bases = (q, k, v, out, k, v) if anchored else (q, k, v, out)
         pointers = (
             lse,
-            lse if sink is None else sink.float(),
-            lse if slopes is None else slopes.float(),
+            lse if sink is None else sink.float().contiguous(),
+            lse if slopes is None else slopes.float().contiguous(),
             counter(device) if dynamic else lse,
             *(lse, lse, lse, lse),
         )
@@ -280,13 +285,24 @@ def bind_attention(
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return run(q, k, v, sink)  # a table cannot be copied while a graph is captured
             table.append(torch.tensor(words, dtype=torch.int32).to(device))
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) & 15:
             return run(q, k, v, sink)
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
-        parts = torch.empty_like(like_parts)
-        sinks = lse if sink is None else sink.float()
+        out, parts = torch.empty_like(like_out), torch.empty_like(like_parts)
+        lse = torch.empty_like(like_lse) if results > 1 else None
+        if sink is None and in_parts.is_ready:
+            at_out, at_items = out.data_ptr(), table[0].data_ptr()
+            at = 0 if lse is None else lse.data_ptr()
+            in_parts.at(
+                (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
+                (at, 0, 0, at_items, 0, 0, parts.data_ptr(), counters(device).data_ptr()),
+            )
+            return out, lse
+        if lse is None:
+            lse = torch.empty_like(like_lse)
+        sinks = lse if sink is None else sink.float().contiguous()
         in_parts(
-            (q, k, v, out, k, v) if config.anchored else (q, k, v, out),
+            (q, k, v, out, k, v) if anchored else (q, k, v, out),
             (lse, sinks, lse, table[0], lse, lse, parts, counters(device)),
         )
         return out, lse
@@ -305,12 +321,11 @@ def _shares(
     ]
     if right >= 0:  # as the kernel counts them
         of_head.reverse()
-    tiles = of_head * heads
-    whole = whole_tiles(tiles, places, config.costs)
-    if least_clocks(tiles, places, config.costs) > CUT_BELOW * whole:
+    limit = CUT_BELOW * whole_tiles(of_head, heads, places, config.costs)
+    if least_clocks(of_head, heads, places, config.costs) > limit:
         return None
-    shares = share_out(tiles, places, config.costs)
-    return shares if shares.clocks <= CUT_BELOW * whole else None
+    shares = share_out(of_head, heads, places, config.costs)
+    return shares if shares.clocks <= limit else None
 
 
 def bind_attention_varlen(
@@ -329,9 +344,10 @@ def bind_attention_varlen(
     config: Config | None = None,
     slopes: Tensor | None = None,
     mods: Mods = NO_MODS,
+    results: int = 2,
 ) -> Callable[..., Result]:
     """`attention_varlen` for tensors like these: a function of q, k, v, the lengths,
-    sink, slopes and mods."""
+    sink, slopes and mods. results: how many of its two the caller reads."""
     tokens, num_heads, k_dim = q.shape
     batch, v_dim = cu_seqlens_q.shape[0] - 1, v.shape[2]
     length = typical_length(tokens, batch, max_q_len)
@@ -405,7 +421,7 @@ def bind_attention_varlen(
         ),
         (
             *(batch, tokens, 0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0, 1),
-            *_numbers(left, right, softcap, scale),
+            *_numbers(left, right, softcap, scale, results),
         ),
         constants(
             *(config, True, dynamic),
@@ -424,6 +440,7 @@ def bind_attention_varlen(
     )
     like_out, like_lse = _templates(q, v_dim)
     anchored, direct = config.anchored, not (list_tiles or any(changed))
+    index = device.index or 0
     like_entries = q.new_empty(1, dtype=torch.int32).expand(1 + capacity, NUM_FIELDS)
 
     def run(
@@ -441,19 +458,23 @@ def bind_attention_varlen(
             q, k, v = addressable(q), addressable(k), addressable(v)
             options = (left, right, softcap, scale, config, slopes, mods)
             return attention_varlen(q, k, v, cu_q, cu_k, 0, 0, sink, *options)
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        out = torch.empty_like(like_out)
+        lse = torch.empty_like(like_lse) if results > 1 else None
         if other_q:
             cu_q = cu_q.to(torch.int32).contiguous()
         if other_k:
             cu_k = cu_k.to(torch.int32).contiguous()
         if direct and sink is None and attend.is_ready:
-            at_out, at = out.data_ptr(), lse.data_ptr()
-            entry = counter(device).data_ptr() if dynamic else at
+            at_out = out.data_ptr()
+            at = 0 if lse is None else lse.data_ptr()
+            entry = address_of_counter(index) if dynamic else 0
             attend.at(
                 (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
-                (at, at, at, entry, cu_q.data_ptr(), cu_k.data_ptr(), at, at),
+                (at, 0, 0, entry, cu_q.data_ptr(), cu_k.data_ptr(), 0, 0),
             )
             return out, lse
+        if lse is None:
+            lse = torch.empty_like(like_lse)
         if list_tiles is None:
             entries = counter(device) if dynamic else lse
         else:
@@ -462,8 +483,8 @@ def bind_attention_varlen(
         bases = (q, k, v, out, k, v) if anchored else (q, k, v, out)
         pointers = (
             lse,
-            lse if sink is None else sink.float(),
-            lse if slopes is None else slopes.float(),
+            lse if sink is None else sink.float().contiguous(),
+            lse if slopes is None else slopes.float().contiguous(),
             *(entries, cu_q, cu_k, lse, lse),
         )
         if mods is NO_MODS:
@@ -521,11 +542,11 @@ def _templates(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(
-    left: int, right: int, softcap: float, scale: float
+    left: int, right: int, softcap: float, scale: float, results: int
 ) -> tuple[int | float | tuple[()], ...]:
     """The options as the kernel takes them."""
     return (
-        *(min(left, UNBOUNDED), min(right, UNBOUNDED)),
+        *(min(left, UNBOUNDED), min(right, UNBOUNDED), results - 1),
         # With a cap, what goes into tanh, and the log2 units that come out.
         scale / softcap if softcap else scale * _LOG2_E,
         softcap * _LOG2_E,

@@ -49,6 +49,7 @@ _UNSPECIALISED = [
     "rounds",
     "left",
     "right",
+    "with_lse",
 ]
 
 
@@ -81,6 +82,7 @@ def attention_kernel(
     rounds,  # tiles that a CTA takes in turn before it draws others
     left,
     right,
+    with_lse,  # 0: nobody reads it
     factor,
     softcap,
     score_captured,
@@ -217,6 +219,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -245,6 +248,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -262,6 +266,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -290,6 +295,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -307,6 +313,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
@@ -324,6 +331,7 @@ def attention_kernel(
                     (
                         problem,
                         shares,
+                        with_lse,
                         queue,
                         o_desc,
                         k_again_desc,
