@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from rooftile.planning.stream_k_cost import (
     STREAMED,
     broken_share,
     is_apart,
+    shape_of,
     tiling_of,
 )
 
@@ -66,20 +68,21 @@ class Measured:
 
 def decomposition(product: Product, name: str) -> Decomposition:
     shape, scheme, *split = name.split()
-    tiling = tiling_of(*map(int, shape.split("x")), itemsize=2)
+    tiling = tiling_of(*map(int, re.split("[x/]", shape)), itemsize=2)
+    units = SMS // tiling.ctas
     if scheme == "split-k":
-        return split_k(product, tiling, SMS, int(split[0]))
+        return split_k(product, tiling, units, int(split[0]))
     build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
-    return build(product, tiling, SMS)
+    return build(product, tiling, units)
 
 
 def predicted(x: Sequence[float], row: Measured) -> float:
     """Microseconds; planning/stream_k_cost.py has the same in seconds."""
     launch, start, bandwidth, sharpness, streamed, apart = x[: len(MACHINE)]
     plan = row.plan
-    at = len(MACHINE) + len(COSTS) * SHAPES.index((plan.tiling.block_m, plan.tiling.block_n))
+    at = len(MACHINE) + len(COSTS) * SHAPES.index(shape_of(plan.tiling))
     setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
-    iteration *= 1 + broken * row.broken * plan.num_ctas / SMS
+    iteration *= 1 + broken * row.broken * plan.num_ctas * plan.tiling.ctas / SMS
     iteration *= 1 + streamed * (plan.scheme in STREAMED)
     others = plan.most_parts - 1
     computing = launch + iteration * plan.most_steps + setup * plan.most_segments
@@ -166,8 +169,8 @@ def main(file: Path) -> None:
         ]
 
     guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0]
-    for block_m, block_n in SHAPES:
-        size = block_m * block_n / (128 * 256)
+    for block_m, block_n, *ctas in SHAPES:
+        size = block_m * block_n / (128 * 256) / (ctas or [1])[0]
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
     x = fit(off, guess)
     fitted = {}
@@ -196,9 +199,10 @@ def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, obj
         return {name: float(f"{value * plain.get(name, 1e-6):.4g}") for name, value in pairs}
 
     costs = {}
-    for i, (block_m, block_n) in enumerate(SHAPES):
+    for i, (block_m, block_n, *ctas) in enumerate(SHAPES):
+        name = "/".join([f"{block_m}x{block_n}", *map(str, ctas)])
         at = len(MACHINE) + len(COSTS) * i
-        costs[f"{block_m}x{block_n}"] = scaled(COSTS, x[at : at + len(COSTS)])
+        costs[name] = scaled(COSTS, x[at : at + len(COSTS)])
     libraries = {str(unit): scaled(VENDOR, y) for unit, y in vendor.items()}
     return {H200.name: {**scaled(MACHINE, x), "costs": costs, "vendor": libraries}}
 

@@ -79,9 +79,10 @@ def _say_choice(console: Console, choice: Choice, machine: Machine) -> None:
 
 def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:
     parts = sum(len(ctas) - 1 for ctas in plan.parts.values())
+    units = machine.units // plan.tiling.ctas
     return (
         f"{plan.scheme}: {max(span.end for span in spans) * 1e6:,.1f} us, "
-        f"{plan.waves(machine.units):.2f} waves, {plan.efficiency(machine.units):.0%} of the SMs' steps"
+        f"{plan.waves(units):.2f} waves, {plan.efficiency(units):.0%} of the SMs' steps"
         + (f", {parts} parts to add" if parts else "")
     )
 

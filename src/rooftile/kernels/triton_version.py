@@ -50,16 +50,26 @@ tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 tma_store_wait = tma.store_wait
 
 
-def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...]) -> None:
+def relaunch(
+    compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1
+) -> None:
     """Launches what an earlier `kernel[grid](...)` returned, with all its arguments in order."""
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())
     hooks = triton.knobs.runtime
     compiled.run(
-        *(ctas, 1, 1, stream, compiled.function, compiled.packed_metadata, None),
+        *(ctas // cluster, 1, 1, stream, compiled.function, _metadata(compiled, cluster), None),
         *(hooks.launch_enter_hook, hooks.launch_exit_hook),
         *arguments,
     )
+
+
+def _metadata(compiled: Any, cluster: int) -> Any:
+    """What the launcher is told: warps, CTAs of a cluster (by which it multiplies the grid), memory."""
+    if cluster == 1:
+        return compiled.packed_metadata
+    warps, _, *rest = compiled.packed_metadata
+    return (warps, cluster, *rest)
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class BareKernel:
         )
 
 
-def bare_kernel(compiled: Any) -> BareKernel | None:
+def bare_kernel(compiled: Any, cluster: int = 1) -> BareKernel | None:
     """The launcher under Triton 3.6's, or `None` where this version has another one."""
     runner = compiled.run
     if TRITON_VERSION != (3, 6) or runner.global_scratch_size or runner.profile_scratch_size:
@@ -107,7 +117,7 @@ def bare_kernel(compiled: Any) -> BareKernel | None:
         driver.utils.fill_tma_descriptor,
         (
             *(compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None),
-            *(compiled.packed_metadata, None, None, None),
+            *(_metadata(compiled, cluster), None, None, None),
         ),
         tuple({**m, "elem_type": TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]]} for m in maps),
     )

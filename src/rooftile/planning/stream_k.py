@@ -62,11 +62,15 @@ def product_of(text: str) -> Product:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Elements of an output tile, and of one step along K."""
+    """Elements of an output tile, and of one step along K.
+
+    ctas: that compute a tile together, each some of its rows: a decomposition's CTA is all of them.
+    """
 
     block_m: int
     block_n: int
     block_k: int
+    ctas: int = 1
 
     @property
     def area(self) -> int:
@@ -80,7 +84,8 @@ class Tiling:
         return -(-product.k // self.block_k)
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.block_k}"
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return tile if self.ctas == 1 else f"{tile}/{self.ctas}"
 
 
 @dataclass(frozen=True)

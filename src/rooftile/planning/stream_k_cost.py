@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +36,11 @@ from rooftile.planning.stream_k import (
 )
 
 # Tiles of a warp-specialised Hopper kernel: two consumer warpgroups, steps of 128 bytes along K.
-SHAPES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32))
+# With a third number: of so many CTAs, each a part of the rows, which load the columns together.
+SHAPES: tuple[tuple[int, ...], ...] = (
+    *((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32)),
+    *((256, 256, 2), (256, 128, 2), (128, 256, 2), (128, 128, 2)),
+)
 STEP_BYTES = 128
 LINE_BYTES = 128  # of the L2 cache
 L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass through
@@ -124,12 +129,12 @@ class Machinery:
     sharpness: float
     streamed: float
     apart: float
-    costs: dict[tuple[int, int], Costs]  # by rows and columns of a tile
+    costs: dict[tuple[int, ...], Costs]  # by the tiles of SHAPES
     # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
     vendor: dict[int, Vendor] | None = None
 
     def of(self, tiling: Tiling) -> Costs:
-        return self.costs[tiling.block_m, tiling.block_n]
+        return self.costs[shape_of(tiling)]
 
 
 @cache
@@ -140,29 +145,35 @@ def machinery(machine: Machine) -> Machinery:
         row = measured[machine.name]
         costs = {}
         for shape, values in row.pop("costs").items():
-            block_m, block_n = map(int, shape.split("x"))
-            costs[block_m, block_n] = Costs(**values)
+            costs[tuple(map(int, re.split("[x/]", shape)))] = Costs(**values)
         vendor = {int(unit): Vendor(**values) for unit, values in row.pop("vendor").items()}
         return Machinery(**row, vendor=vendor, costs=costs)
-    costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in SHAPES}
+    single = [shape for shape in SHAPES if len(shape) == 2]
+    costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in single}
     return Machinery(
         LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS, costs
     )
 
 
-def tiling_of(block_m: int, block_n: int, *, itemsize: int) -> Tiling:
+def tiling_of(block_m: int, block_n: int, ctas: int = 1, *, itemsize: int) -> Tiling:
     """A tile shape with the steps that the kernel takes along K."""
-    return Tiling(block_m, block_n, STEP_BYTES // itemsize)
+    return Tiling(block_m, block_n, STEP_BYTES // itemsize, ctas)
+
+
+def shape_of(tiling: Tiling) -> tuple[int, ...]:
+    """The entry of SHAPES."""
+    shape = (tiling.block_m, tiling.block_n)
+    return shape if tiling.ctas == 1 else (*shape, tiling.ctas)
 
 
 def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:
     """Costs from the machine's data sheet: a step takes as long as its multiplications, or as its
     operands need from the L2 cache, whichever is longer; a part passes through the L2 cache.
     """
-    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
+    block_m, block_n, block_k = tiling.block_m // tiling.ctas, tiling.block_n, tiling.block_k
     rate = machine.matrix_flops_per_clock * MATRIX_SHARE * 2 / itemsize
     matrix = 2.0 * block_m * block_n * block_k / rate
-    operands = (block_m + block_n) * block_k * itemsize / L2_BYTES_PER_CLOCK
+    operands = (block_m + block_n / tiling.ctas) * block_k * itemsize / L2_BYTES_PER_CLOCK
     part = block_m * block_n * 4 / L2_BYTES_PER_CLOCK / machine.clock
     return Costs(SETUP_SECONDS, max(matrix, operands) / machine.clock, part, part)
 
@@ -243,10 +254,13 @@ def predict(
     broken: share of the operands' rows that do not begin on cache lines (`broken_share`).
     """
     known = machinery(machine)
-    costs = known.of(decomposition.tiling)
+    tiling = decomposition.tiling
+    costs = known.of(tiling)
     others = decomposition.most_parts - 1
     iteration = costs.iteration
-    iteration *= 1 + costs.broken_lines * broken * decomposition.num_ctas / machine.units
+    iteration *= (
+        1 + costs.broken_lines * broken * decomposition.num_ctas * tiling.ctas / machine.units
+    )
     iteration *= 1 + known.streamed * (decomposition.scheme in STREAMED)
     computing = known.launch + iteration * decomposition.most_steps
     computing += costs.setup * decomposition.most_segments
@@ -300,7 +314,9 @@ def candidates(
     product: Product, num_sms: int, tilings: Iterable[Tiling]
 ) -> Iterator[Decomposition]:
     """Every scheme of every tiling, those that come out alike left out."""
+    all_sms = num_sms
     for tiling in tilings:
+        num_sms = all_sms // tiling.ctas
         tiles, iterations = tiling.tiles(product), tiling.iterations(product)
         yield data_parallel(product, tiling, num_sms)
         if tiles % num_sms == 0:
@@ -317,7 +333,8 @@ def candidates(
 
 def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
     """The schemes with the tiles of the one that was chosen, that one last where others equal it."""
-    product, tiling, num_sms = chosen.product, chosen.tiling, machine.units
+    product, tiling = chosen.product, chosen.tiling
+    num_sms = machine.units // tiling.ctas
     found = [data_parallel(product, tiling, num_sms), stream_k(product, tiling, num_sms)]
     split = min(num_sms // found[0].tiles, found[0].iterations)
     if split > 1:
@@ -339,7 +356,8 @@ def choose(
     tilings: those to choose from, `None` for the kernel's. broken: as for `predict`.
     """
     if tilings is None:
-        tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES]
+        known = machinery(machine).costs
+        tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES if shape in known]
     timed = [
         (predict(decomposition, machine, itemsize, broken), decomposition)
         for decomposition in candidates(product, machine.units, tilings)
@@ -350,8 +368,9 @@ def choose(
     seconds, best = min(equal, key=lambda pair: (-pair[1].tiling.area, pair[0]))
     whole = min(time for time, other in timed if other.scheme == "data-parallel")
     tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
+    units = machine.units // best.tiling.ctas
     if best.scheme == "data-parallel":
-        reason = f"{tiles}: {best.efficiency(machine.units):.0%} of the SMs' steps are used"
+        reason = f"{tiles}: {best.efficiency(units):.0%} of the SMs' steps are used"
     else:
         reason = (
             f"{tiles}: {whole / seconds:.2f}x the speed of whole tiles, which would leave SMs idle"

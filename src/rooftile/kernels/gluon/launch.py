@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,10 +59,12 @@ class Launch:
         warps: int = 4,  # of a CTA, before a kernel adds roles
         dependent: bool = False,  # it may start under the end of another: tile/dependent.py
         stages: int | None = None,  # of loads that the compiler pipelines; None: its choice
+        cluster: int = 1,  # CTAs of a cluster, of which Triton need not know: tile/cluster.py
         absent: int = 0,  # descriptors after the last box that this kind of call does without
     ) -> None:
         self._kernel = kernel
         self._ctas = ctas
+        self._cluster = cluster
         self._index = device.index if device.type == "cuda" else None
         self._boxes = boxes
         self._numbers = numbers
@@ -112,7 +114,7 @@ class Launch:
         if described is None:
             described = self._describe(bare, bases)
         bare.launch(
-            *(self._ctas, 1, 1, bare.current_stream(self._index)),
+            *(self._ctas // self._cluster, 1, 1, bare.current_stream(self._index)),
             *bare.handles,
             *described,
             *pointers,
@@ -157,16 +159,21 @@ class Launch:
         """The first call of a kind compiles, or finds what was compiled for another."""
         descriptors = self._descriptors(bases)
         compiled = _compiled.get(self._key)
+        ran_before = compiled is not None
         if compiled is None:
-            compiled = self._kernel[(self._ctas,)](
+            run = self._kernel[(self._ctas,)]
+            if self._cluster > 1 and self._index is not None:
+                run = partial(self._kernel.run, grid=(self._ctas,), warmup=True)
+            compiled = run(
                 *descriptors, *pointers, *self._numbers, **dict(self._constants), **self._options
             )
             if compiled is None:  # the simulator compiles nothing
                 return
             _compiled[self._key] = compiled
-        else:
-            relaunch(compiled, self._ctas, (*descriptors, *pointers, *self._tail))
-        self._bare = bare_kernel(compiled)
+        if self._cluster > 1 or ran_before:
+            arguments = (*descriptors, *pointers, *self._tail)
+            relaunch(compiled, self._ctas, arguments, self._cluster)
+        self._bare = bare_kernel(compiled, self._cluster)
 
 
 @cache

@@ -42,7 +42,9 @@ def choose(
     m: int, n: int, k: int, operands: Operands, num_sms: int, batch_invariant: bool
 ) -> tuple[Plan | DirectPlan | TilePlan, float]:
     """A plan and the seconds that it is predicted to take, copies included."""
-    stream = choose_plan(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.broken)
+    stream = choose_plan(
+        m, n, k, operands.itemsize, num_sms, batch_invariant, operands.broken, operands.plain
+    )
     best: Plan | DirectPlan | TilePlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)
     if batch_invariant or not operands.plain:

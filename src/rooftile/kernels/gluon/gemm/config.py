@@ -17,6 +17,7 @@ class Config:
 
     split_rows: the two consumer warpgroups share a tile's rows, else its columns.
     buffers: shared tiles for results of each warpgroup.
+    cluster: CTAs, one below the other, that load the columns of their tiles together.
     """
 
     block_m: int
@@ -27,12 +28,15 @@ class Config:
     block_bytes: int = 128  # of one row of a step along K
     consumer_registers: int = 240
     producer_registers: int = 24
+    cluster: int = 1
 
     def block_k(self, itemsize: int) -> int:
         return self.block_bytes // itemsize
 
     def tiling(self, itemsize: int) -> Tiling:
-        return Tiling(self.block_m, self.block_n, self.block_k(itemsize))
+        return Tiling(
+            self.block_m * self.cluster, self.block_n, self.block_k(itemsize), self.cluster
+        )
 
     @property
     def rows(self) -> int:
@@ -53,6 +57,12 @@ class Config:
             return 2 if self.split_rows else 4
         return 2 if b_by_rows and not self.split_rows else 1
 
+    @property
+    def places(self) -> tuple[int, int]:
+        """Where Triton puts the operands' stages in shared memory: larger ones first."""
+        a, b = (self.stages * n * self.block_bytes for n in (self.block_m, self.block_n))
+        return (0, a) if a >= b else (b, 0)
+
     def shared_bytes(self, out_itemsize: int, gated: bool) -> int:
         operands = self.stages * (self.block_m + self.block_n) * self.block_bytes
         return (
@@ -67,7 +77,20 @@ FLAT = Config(64, 256, False, 5, 1)
 FEW_128 = Config(64, 128, False, 6, 1)
 FEW_64 = Config(64, 64, False, 8, 1)
 FEW_32 = Config(64, 32, False, 10, 1)
+
+
+def _pair(block_m: int, block_n: int, split_rows: bool, stages: int, buffers: int) -> Config:
+    """Two CTAs that load the columns of their tiles together; their producers are four warps each."""
+    return Config(block_m, block_n, split_rows, stages, buffers, 128, 232, 40, cluster=2)
+
+
+PAIR_LARGE = _pair(128, 256, True, 4, 2)
+PAIR_SQUARE = _pair(128, 128, True, 6, 2)
+PAIR_FLAT = _pair(64, 256, False, 5, 1)
+PAIR_64 = _pair(64, 128, False, 7, 1)
 CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
+# For operands whose contiguous dimension is k.
+PAIRS = (PAIR_LARGE, PAIR_SQUARE, PAIR_FLAT, PAIR_64)
 
 
 def constants(
@@ -110,4 +133,7 @@ def constants(
         ("ahead", ahead),
         ("streamed", streamed),
         ("apart", apart),
+        ("cluster", config.cluster),
+        ("a_at", config.places[0]),
+        ("b_at", config.places[1]),
     )

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
 from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
+from rooftile.kernels.gluon.tile.cluster import join_cluster
 from rooftile.kernels.gluon.tile.mma import accumulator_layout, multiply, wait
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.triton_version import tma_store_wait
@@ -90,6 +91,8 @@ def multiply_share(
     ACC: gl.constexpr = accumulator_layout(C, bits)
     out_columns: gl.constexpr = C // (2 if problem.gated else 1)
     out_block: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
+    if problem.cluster > 1:
+        join_cluster()
     fill = first_fill()
     cta = gl.program_id(0)
     begin, end, whole = shares.first()
@@ -122,14 +125,14 @@ def multiply_share(
         ring.release(previous)
 
         tile_m, tile_n = shares.corner(tile)
-        row0 = tile_m * problem.block_m
+        row0 = (tile_m * problem.cluster + cta % problem.cluster) * problem.block_m
         column0 = tile_n * out_block
         if problem.split_rows:
             row0 += group * R
         else:
             column0 += group * out_columns
         if shares.apart:
-            row0 += shares.part() * (shares.tiles_m * problem.block_m)
+            row0 += shares.part() * (shares.tiles_m * problem.cluster * problem.block_m)
         if shares.streamed:
             rows_left = problem.m - row0
             if last < shares.iterations.value:
@@ -143,7 +146,7 @@ def multiply_share(
                 others = 0
                 while edge > start:  # the parts before mine, backwards along K
                     others += 1
-                    edge = shares.bound(cta - others)
+                    edge = shares.bound(shares.cta() - others)
                 await_parts(problem, cta, others, group)
                 _finish(
                     problem, acc, others, out_desc, out_tiles, group, row0, column0, True, R, C,

@@ -21,7 +21,6 @@ from rooftile.kernels.gluon.gemm.plan import Plan
 from rooftile.kernels.gluon.gemm.sums import add_parts
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan, row_unit
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
-from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
@@ -127,7 +126,7 @@ def _run(
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
         out.stride(0),
-        are_weights_at_rest() and where_it_lay,
+        are_weights_at_rest() and where_it_lay and plan.config.cluster == 1,
     )
     if plan.stream_tiles and not plan.apart:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
@@ -225,7 +224,9 @@ def _launch(
         dtypes,
         (
             _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
-            _describe(in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes)),
+            _describe(
+                in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes // config.cluster)
+            ),
             _describe(
                 out_dtype,
                 (out_m, out_n),
@@ -236,17 +237,11 @@ def _launch(
         (
             *(out_m, n, out_stride, residual_stride or 0),
             *(int(bool(dim)) for dim in scale_dims),
-            *(plan.tiles_m * plan.tiles_n, plan.tiles_m),
-            *divisor_fields(plan.band),
-            *divisor_fields(plan.tiles_m % plan.band or plan.band),
-            *divisor_fields(plan.band * plan.tiles_n),
-            *divisor_fields(plan.iterations),
-            plan.stream_tiles,
-            *divisor_fields(plan.group_ctas),
-            plan.group_tiles * plan.iterations,
+            *plan.numbers,
         ),
         kernel_constants,
         dependent=True,
+        cluster=config.cluster,
     )
 
 

@@ -7,8 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rooftile.kernels.gluon.gemm.consumer import multiply_share
 from rooftile.kernels.gluon.gemm.problem import GROUPS, Problem
-from rooftile.kernels.gluon.gemm.producer import load_operands
+from rooftile.kernels.gluon.gemm.producer import load_operands, load_operands_together
 from rooftile.kernels.gluon.gemm.shares import Shares
+from rooftile.kernels.gluon.tile.cluster import new_cluster_ring
 from rooftile.kernels.gluon.tile.dependent import let_dependents_start
 from rooftile.kernels.gluon.tile.divisor import Divisor
 from rooftile.kernels.gluon.tile.maps import prefetch_maps
@@ -106,6 +107,9 @@ def matmul_kernel(
     ahead: gl.constexpr,
     streamed: gl.constexpr,
     apart: gl.constexpr,
+    cluster: gl.constexpr,
+    a_at: gl.constexpr,
+    b_at: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -137,6 +141,7 @@ def matmul_kernel(
         has_residual,
         has_scales,
         ahead,
+        cluster,
         out_unit,
     )
     shares = Shares(
@@ -151,10 +156,20 @@ def matmul_kernel(
         group_steps,
         streamed,
         apart,
+        cluster,
     )
-    ring = new_operand_ring(
-        a_desc, b_desc, block_m if a_by_rows else block_k, b_boxes, not b_by_rows, stages, GROUPS
-    )
+    if cluster > 1:
+        ring = new_cluster_ring(a_desc, b_desc, stages, GROUPS, "matmul_kernel", 0, 5, a_at, b_at)
+    else:
+        ring = new_operand_ring(
+            a_desc,
+            b_desc,
+            block_m if a_by_rows else block_k,
+            b_boxes,
+            not b_by_rows,
+            stages,
+            GROUPS,
+        )
     out_tiles = gl.allocate_shared_memory(
         out_desc.dtype,
         [GROUPS * buffers] + out_desc.block_shape,  # noqa: RUF005
@@ -162,18 +177,36 @@ def matmul_kernel(
     )
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    gl.warp_specialize(
-        [
-            (
-                multiply_share,
-                (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
-            ),
-            (
-                multiply_share,
-                (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
-            ),
-            (load_operands, (problem, shares, ring, a_desc, b_desc)),
-        ],
-        [4, 1],
-        [consumer_registers, producer_registers],
-    )
+    if cluster > 1:
+        # All warps join the cluster, so there are as many as the launch has: no role of one warp.
+        gl.warp_specialize(
+            [
+                (
+                    multiply_share,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
+                ),
+                (
+                    multiply_share,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
+                ),
+                (load_operands_together, (problem, shares, ring)),
+            ],
+            [4, 4],
+            [consumer_registers, producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply_share,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
+                ),
+                (
+                    multiply_share,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
+                ),
+                (load_operands, (problem, shares, ring, a_desc, b_desc)),
+            ],
+            [4, 1],
+            [consumer_registers, producer_registers],
+        )

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import sqrt
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, Config
+from rooftile.kernels.gluon.tile.divisor import divisor_fields
+from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, data_parallel
 from rooftile.planning.stream_k_cost import choose, is_apart, predict
@@ -40,7 +42,7 @@ class Plan:
         """Rows of a's box. The copy engine takes as long for rows beyond the matrix as for others,
         so a box of few rows ends with them; what the rows after it hold reaches no result.
         """
-        if not by_rows or self.m > self.config.block_m:
+        if not by_rows or self.m > self.config.block_m or self.config.cluster > 1:
             return self.config.block_m
         return max(1 << (self.m - 1).bit_length(), 8)
 
@@ -49,10 +51,24 @@ class Plan:
         """The same with parts that are added where a tile is finished."""
         return replace(self, apart=False)
 
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields of `Shares` that are not known when a kernel is compiled."""
+        return (
+            *(self.tiles_m * self.tiles_n, self.tiles_m),
+            *divisor_fields(self.band),
+            *divisor_fields(self.tiles_m % self.band or self.band),
+            *divisor_fields(self.band * self.tiles_n),
+            *divisor_fields(self.iterations),
+            self.stream_tiles,
+            *divisor_fields(self.group_ctas),
+            self.group_tiles * self.iterations,
+        )
+
     @property
     def part_rows(self) -> int:
         """Rows of a part of all tiles, where parts are stored by themselves."""
-        return self.tiles_m * self.config.block_m
+        return self.tiles_m * self.config.block_m * self.config.cluster
 
     @property
     def part_elements(self) -> int:
@@ -67,7 +83,7 @@ def plan_of(config: Config, decomposition: Decomposition, seconds: float = 0.0) 
     return Plan(
         config,
         product.m,
-        decomposition.num_ctas,
+        decomposition.num_ctas * config.cluster,
         -(-product.m // tiling.block_m),
         -(-product.n // tiling.block_n),
         decomposition.iterations,
@@ -89,12 +105,14 @@ def choose_plan(
     num_sms: int,
     batch_invariant: bool = False,
     broken: float = 0.0,
+    in_pairs: bool = False,
 ) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
     batch_invariant: whole tiles of a shape that depends on n and k alone, the one that is best for
         64 rows.
     broken: share of the operands' rows that do not begin on cache lines.
+    in_pairs: k is the contiguous dimension of both operands, so CTAs may load columns together.
     """
     machine = replace(H200, units=num_sms)
     if batch_invariant:
@@ -106,6 +124,8 @@ def choose_plan(
         return plan_of(config, found, predict(found, machine, itemsize, broken))
     # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
     configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
+    if in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0:
+        configs += [x for x in PAIRS if m > x.block_m]
     by_tiling = {x.tiling(itemsize): x for x in configs}
     best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken)
     found = best.decomposition

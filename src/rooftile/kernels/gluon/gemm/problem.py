@@ -38,4 +38,5 @@ class Problem:
     has_residual: gl.constexpr
     has_scales: gl.constexpr
     ahead: gl.constexpr  # b is weights at rest: kernels/weights_at_rest.py
+    cluster: gl.constexpr  # CTAs, one below the other, that load a tile's columns together
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

@@ -4,6 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.tile.cluster import join_cluster
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before
 from rooftile.kernels.gluon.tile.ring import first_fill
 
@@ -64,3 +65,23 @@ def load_operands(problem, shares, ring, a_desc, b_desc):
             _load_b(problem, ring, fill, b_desc, column0, k0)
             fill = ring.after(fill)
         early = begin * 0
+
+
+@gluon.jit
+def load_operands_together(problem, shares, ring):
+    """The same by the CTAs of a cluster, of operands whose contiguous dimension is k."""
+    join_cluster()
+    fill = first_fill()
+    begin, end, whole = shares.first()
+    await_kernels_before()
+    rank = gl.program_id(0) % problem.cluster
+    while (end > begin) | (whole < shares.num_tiles):
+        tile, first, last, end, whole = shares.take(begin, end, whole)
+        tile_m, tile_n = shares.corner(tile)
+        row0 = (tile_m * problem.cluster + rank) * problem.block_m
+        column0 = tile_n * problem.block_n
+        for i in range(first, last):
+            ring.acquire(fill)
+            ring.load(fill, row0, column0, i * problem.block_k)
+            fill = ring.after(fill)
+    ring.drain(fill)

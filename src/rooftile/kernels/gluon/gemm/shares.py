@@ -33,6 +33,11 @@ class Shares:
     group_steps: gl.tensor
     streamed: gl.constexpr  # there is a line
     apart: gl.constexpr  # every CTA has one segment: a part, stored by itself
+    cluster: gl.constexpr  # CTAs that take every share together: what is a CTA here is a cluster
+
+    @gluon.jit
+    def cta(self):
+        return gl.program_id(0) // self.cluster
 
     @gluon.jit
     def bound(self, cta):
@@ -44,7 +49,7 @@ class Shares:
     @gluon.jit
     def first(self):
         """This CTA's piece of the line, and its first whole tile."""
-        cta = gl.program_id(0)
+        cta = self.cta()
         if self.apart:
             return self.bound(cta), self.bound(cta + 1), self.num_tiles
         if not self.streamed:
@@ -55,24 +60,30 @@ class Shares:
     def take(self, begin, end, whole):
         """The next segment: tile, first step, last step (exclusive); and what is left."""
         if self.apart:
-            tile = self.group_ctas.divide(gl.program_id(0))
+            tile = self.group_ctas.divide(self.cta())
             start = tile * self.iterations.value
             return tile, begin - start, end - start, begin, whole
         if not self.streamed:
-            return whole, 0 * whole, self.iterations.value, end, whole + gl.num_programs(0)
+            return (
+                whole,
+                0 * whole,
+                self.iterations.value,
+                end,
+                whole + gl.num_programs(0) // self.cluster,
+            )
         streamed = end > begin
         tile = gl.where(streamed, self.iterations.divide(end - 1), whole)
         start = tile * self.iterations.value
         first = gl.where(streamed, gl.maximum(begin - start, 0), 0)
         last = gl.where(streamed, end - start, self.iterations.value)
         end = gl.where(streamed, start + first, end)
-        whole = gl.where(streamed, whole, whole + gl.num_programs(0))
+        whole = gl.where(streamed, whole, whole + gl.num_programs(0) // self.cluster)
         return tile, first, last, end, whole
 
     @gluon.jit
     def part(self):
         """Which part of its tile this CTA has, where parts are stored by themselves."""
-        cta = gl.program_id(0)
+        cta = self.cta()
         return cta - self.group_ctas.divide(cta) * self.group_ctas.value
 
     @gluon.jit
