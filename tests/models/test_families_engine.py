@@ -44,6 +44,28 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     assert llm.stats().kv.in_use == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3 moe", "diffllama", "gemma3"])
+def test_what_torch_takes_by_default_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Autocast, and a default dtype of half precision while a model is loaded and runs."""
+    model_type, options = CASES[name]
+    hugging_face.save(hugging_face.random_model(model_type, **options), tmp_path)
+
+    def scores() -> list[float]:
+        llm = LLM(str(tmp_path), dtype="float32", page_size=4, num_pages=40)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        (output,) = llm.generate([list(range(3, 40))], params)
+        return [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
+
+    expected = scores()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert scores() == expected
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert scores() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     with torch.inference_mode():
         out = model.generate(

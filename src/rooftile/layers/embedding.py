@@ -9,6 +9,7 @@ from torch import Tensor
 from rooftile.distributed.group import ParallelGroup
 from rooftile.kernels.cpu.weights import embed
 from rooftile.layers.linear import Linear
+from rooftile.ops.operator import exactly
 from rooftile.types import PackedWeight
 
 
@@ -68,7 +69,8 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
         if hidden.is_cuda and self._has_wide_product:
-            return self.finish(_wide_product(hidden, self.linear.weight.tensors["weight"]))
+            weight = self.linear.weight.tensors["weight"]
+            return self.finish(exactly(_wide_product, hidden, weight))
         return self.finish(self.group.all_gather(self.linear(hidden)).float())
 
     @property

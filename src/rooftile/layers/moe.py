@@ -9,6 +9,7 @@ from rooftile.distributed.group import ParallelGroup
 from rooftile.layers.linear import Linear
 from rooftile.ops.activation import GATED_ACTIVATION
 from rooftile.ops.grouped_linear import GROUPED_LINEAR, GroupedLinearCall
+from rooftile.ops.operator import exactly
 
 
 class MixtureOfExperts:
@@ -62,5 +63,5 @@ class MixtureOfExperts:
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         out = out.view(-1, self.top_k, x.shape[-1])
-        mixed = torch.einsum("tkh,tk->th", out.float(), weights.to(torch.float32))
+        mixed = exactly(torch.einsum, "tkh,tk->th", out.float(), weights.to(torch.float32))
         return self.group.all_reduce(mixed.to(x.dtype))

@@ -152,10 +152,11 @@ class _Builder:
         initial = differential.lambda_init
         if initial is None:
             return {"lam": self.rows([(f"{prefix}lambda", pairs)], False), "head_norm": None}
-        vectors = [torch.empty(spec.head_dim, device=self.device) for _ in LAMBDAS]
+        dim, device = spec.head_dim, self.device
+        vectors = [torch.empty(dim, dtype=torch.float32, device=device) for _ in LAMBDAS]
         for name, vector in zip(LAMBDAS, vectors, strict=True):
             self.source.read(f"{prefix}{name}", vector)
-        weight = torch.ones(2 * spec.head_dim, device=self.device)
+        weight = torch.ones(2 * dim, dtype=torch.float32, device=device)
         if differential.norm_weight:
             self.source.read(f"{prefix}head_norm", weight)
         norm = RMSNorm((weight * (1 - initial)).to(self.dtype), self.config.norm_eps)

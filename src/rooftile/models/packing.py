@@ -78,7 +78,7 @@ def read_packed(
         _put(source, name, share, columns, format, tensors, shape, first_row, dtype)
         first_row += size
     if first_row < shape[0]:
-        zeros = torch.zeros(shape[0] - first_row, in_features)
+        zeros = torch.zeros(shape[0] - first_row, in_features, dtype=torch.float32)
         native.put_rows(format, tensors, shape, zeros, first_row)
     return PackedWeight(format, tensors, shape)
 
