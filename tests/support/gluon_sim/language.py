@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.gluon_sim import machine
+from tests.support.gluon_sim import cluster, machine
 from tests.support.gluon_sim.errors import SimulationError
 from tests.support.gluon_sim.memory import Descriptor, Tile, tile
 
@@ -119,6 +119,9 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if asm == "mov.b32 {$0, $1}, $2;":
         halves = args[0].as_subclass(Tensor).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
         return tuple(tile(half) for half in halves.unbind(-1))
+    answer = cluster.run(asm, args)
+    if answer is not None:
+        return answer
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
 
 

@@ -63,6 +63,9 @@ class Launch:
     def __init__(self, grid: Sequence[int]) -> None:
         self.scheduler = Scheduler(_settings["seed"])
         self.grid = (*grid, 1, 1)[:3]
+        self.ctas: dict[int, Cta] = {}  # by number, those that have started
+        self.arguments: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
 
 
 def launch(kernel: Callable[..., None], grid: Any, *args: Any, **options: Any) -> None:
@@ -77,6 +80,7 @@ def launch(kernel: Callable[..., None], grid: Any, *args: Any, **options: Any) -
         for name, value in bound.arguments.items()
     }
     machine = Launch(grid)
+    machine.arguments, machine.options = args, options
     scheduler = machine.scheduler
     x, y, z = machine.grid
     waiting = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
@@ -84,6 +88,7 @@ def launch(kernel: Callable[..., None], grid: Any, *args: Any, **options: Any) -
 
     def start() -> None:
         cta = Cta(machine, waiting.pop())
+        machine.ctas[cta.program_id[0]] = cta
         context = Role(cta, 0, warps)
 
         def body() -> None:

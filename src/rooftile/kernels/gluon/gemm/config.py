@@ -17,7 +17,8 @@ class Config:
 
     split_rows: the two consumer warpgroups share a tile's rows, else its columns.
     buffers: shared tiles for results of each warpgroup.
-    cluster: CTAs, one below the other, that load the columns of their tiles together.
+    sharers: CTAs, one below the other, that load the columns of their tiles together.
+    split: CTAs that share a tile's steps along K.
     """
 
     block_m: int
@@ -28,14 +29,19 @@ class Config:
     block_bytes: int = 128  # of one row of a step along K
     consumer_registers: int = 240
     producer_registers: int = 24
-    cluster: int = 1
+    sharers: int = 1
+    split: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.sharers * self.split
 
     def block_k(self, itemsize: int) -> int:
         return self.block_bytes // itemsize
 
     def tiling(self, itemsize: int) -> Tiling:
         return Tiling(
-            self.block_m * self.cluster, self.block_n, self.block_k(itemsize), self.cluster
+            self.block_m * self.sharers, self.block_n, self.block_k(itemsize), self.cluster
         )
 
     @property
@@ -45,7 +51,7 @@ class Config:
 
     def columns(self, gated: bool) -> int:
         """Columns of a result that one warpgroup stores."""
-        return self.block_n // (1 if self.split_rows else 2) // (2 if gated else 1)
+        return self.block_n // (1 if self.split_rows else 2) // (2 if gated else 1) // self.split
 
     def chunk(self, gated: bool, out_itemsize: int) -> int:
         """Columns that a warpgroup stores at a time."""
@@ -79,18 +85,40 @@ FEW_64 = Config(64, 64, False, 8, 1)
 FEW_32 = Config(64, 32, False, 10, 1)
 
 
-def _pair(block_m: int, block_n: int, split_rows: bool, stages: int, buffers: int) -> Config:
-    """Two CTAs that load the columns of their tiles together; their producers are four warps each."""
-    return Config(block_m, block_n, split_rows, stages, buffers, 128, 232, 40, cluster=2)
+def _cluster(
+    block_m: int,
+    block_n: int,
+    split_rows: bool,
+    stages: int,
+    buffers: int,
+    sharers: int,
+    split: int,
+) -> Config:
+    """All warps of a cluster meet, so that there are as many producers as fill the launch's warps."""
+    return Config(
+        block_m, block_n, split_rows, stages, buffers, 128, 232, 40, sharers=sharers, split=split
+    )
 
 
-PAIR_LARGE = _pair(128, 256, True, 4, 2)
-PAIR_SQUARE = _pair(128, 128, True, 6, 2)
-PAIR_FLAT = _pair(64, 256, False, 5, 1)
-PAIR_64 = _pair(64, 128, False, 7, 1)
+PAIR_LARGE = _cluster(128, 256, True, 4, 2, 2, 1)
+PAIR_SQUARE = _cluster(128, 128, True, 6, 2, 2, 1)
+PAIR_FLAT = _cluster(64, 256, False, 5, 1, 2, 1)
+PAIR_64 = _cluster(64, 128, False, 7, 1, 2, 1)
 CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
 # For operands whose contiguous dimension is k.
 PAIRS = (PAIR_LARGE, PAIR_SQUARE, PAIR_FLAT, PAIR_64)
+SPLIT = tuple(
+    _cluster(*tile, sharers, split)
+    for tile, splits in (
+        ((128, 128, True, 6, 2), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
+        ((64, 256, False, 5, 1), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
+        ((64, 128, False, 7, 1), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
+        ((64, 64, False, 8, 1), ((1, 2), (1, 4), (2, 2))),
+        ((64, 32, False, 10, 1), ((1, 2), (2, 2))),
+        ((128, 256, True, 4, 2), ((1, 2), (1, 4), (2, 2))),
+    )
+    for sharers, split in splits
+)
 
 
 def constants(
@@ -133,7 +161,8 @@ def constants(
         ("ahead", ahead),
         ("streamed", streamed),
         ("apart", apart),
-        ("cluster", config.cluster),
+        ("sharers", config.sharers),
+        ("split", config.split),
         ("a_at", config.places[0]),
         ("b_at", config.places[1]),
     )

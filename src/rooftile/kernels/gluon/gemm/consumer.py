@@ -16,7 +16,7 @@ QUIET_STEPS = gl.constexpr(4)  # after a part was written, before it is publishe
 
 
 @gluon.jit
-def _left(problem, ring, at, group: gl.constexpr, R: gl.constexpr):
+def left_of(problem, ring, at, group: gl.constexpr, R: gl.constexpr):
     """This warpgroup's rows of the left operand, [R, block_k]."""
     tile = ring.a(at)
     if problem.a_by_rows:
@@ -27,7 +27,7 @@ def _left(problem, ring, at, group: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def _right(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
+def right_of(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
     """This warpgroup's columns of the right operand, [block_k, C]."""
     if problem.b_by_rows:
         box: gl.constexpr = 0 if problem.split_rows else group
@@ -39,15 +39,15 @@ def _right(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_on(
+def multiply_on(
     problem, ring, acc, previous, fill, first, last, group: gl.constexpr, R: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """acc plus steps first .. last - 1; the last product is still in flight."""
     for _ in range(first, last):
         ring.arrived(fill)
-        left = _left(problem, ring, fill, group, R)
-        acc = multiply(left, _right(problem, ring, fill, group, C), acc)
+        left = left_of(problem, ring, fill, group, R)
+        acc = multiply(left, right_of(problem, ring, fill, group, C), acc)
         acc = wait(1, deps=[acc])
         ring.release(previous)
         previous = fill
@@ -91,7 +91,7 @@ def multiply_share(
     ACC: gl.constexpr = accumulator_layout(C, bits)
     out_columns: gl.constexpr = C // (2 if problem.gated else 1)
     out_block: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
-    if problem.cluster > 1:
+    if problem.sharers > 1:
         join_cluster()
     fill = first_fill()
     cta = gl.program_id(0)
@@ -101,8 +101,8 @@ def multiply_share(
         tile, first, last, end, whole = shares.take(begin, end, whole)
         acc = gl.zeros([R, C], gl.float32, ACC)
         ring.arrived(fill)
-        left = _left(problem, ring, fill, group, R)
-        acc = multiply(left, _right(problem, ring, fill, group, C), acc, use_acc=False)
+        left = left_of(problem, ring, fill, group, R)
+        acc = multiply(left, right_of(problem, ring, fill, group, C), acc, use_acc=False)
         acc = wait(1, deps=[acc])
         previous = fill
         fill = ring.after(fill)
@@ -112,27 +112,27 @@ def multiply_share(
             if written:
                 # The memory has taken the part by now, or will soon: nothing stands still for it.
                 quiet = gl.minimum(last, step + QUIET_STEPS)
-                acc, previous, fill = _multiply_on(
+                acc, previous, fill = multiply_on(
                     problem, ring, acc, previous, fill, step, quiet, group, R, C
                 )
                 step = quiet
                 publish(problem, cta, group)
                 written = cta < 0
-        acc, previous, fill = _multiply_on(
+        acc, previous, fill = multiply_on(
             problem, ring, acc, previous, fill, step, last, group, R, C
         )
         acc = wait(0, deps=[acc])
         ring.release(previous)
 
         tile_m, tile_n = shares.corner(tile)
-        row0 = (tile_m * problem.cluster + cta % problem.cluster) * problem.block_m
+        row0 = (tile_m * problem.sharers + cta % problem.sharers) * problem.block_m
         column0 = tile_n * out_block
         if problem.split_rows:
             row0 += group * R
         else:
             column0 += group * out_columns
         if shares.apart:
-            row0 += shares.part() * (shares.tiles_m * problem.cluster * problem.block_m)
+            row0 += shares.part() * (shares.tiles_m * problem.sharers * problem.block_m)
         if shares.streamed:
             rows_left = problem.m - row0
             if last < shares.iterations.value:

@@ -11,10 +11,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.flags import discard_flags, flags
-from rooftile.kernels.gluon.gemm import direct_forward
-from rooftile.kernels.gluon.gemm.choice import Operands, choose
+from rooftile.kernels.gluon.gemm import direct_forward, few_forward
+from rooftile.kernels.gluon.gemm.choice import AnyPlan, Operands, choose
 from rooftile.kernels.gluon.gemm.config import constants
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_codes
+from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan, PortablePlan
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
 from rooftile.kernels.gluon.gemm.plan import Plan
@@ -53,7 +54,7 @@ def matmul(
     activation: str,
     out_dtype: torch.dtype,
     batch_invariant: bool,
-    plan: Plan | DirectPlan | TilePlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> Tensor:
     m, k = a.shape
     n = b.shape[1]
@@ -68,9 +69,16 @@ def matmul(
             *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m, n))
         )
     if plan is None:
-        plan = _choose(a, b, gated or scale_a is not None, batch_invariant)
+        bare = activation == "none" and residual is None and out_dtype == a.dtype
+        plan = _choose(a, b, scale_a is not None, gated, bare, batch_invariant)
     if isinstance(plan, DirectPlan):
         return direct_forward.matmul(a, b.T, None, bias, residual, activation, out_dtype, plan)
+    if isinstance(plan, FewRowsPlan):
+        return few_forward.matmul(a, b.T, bias, residual, activation, out_dtype, plan)
+    if isinstance(plan, PortablePlan):
+        from rooftile.kernels.triton.linear import few_rows
+
+        return few_rows(a, b.T, bias)
     if isinstance(plan, TilePlan):
         # Plain Triton, which what simulates this module's kernels does not know.
         from rooftile.kernels.triton import gemm_tiles
@@ -130,8 +138,10 @@ def _run(
     )
     if plan.stream_tiles and not plan.apart:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
-    else:
+        published = flags(a.device)
+    else:  # flags are few: see kernels/flags.py
         parts = _no_parts(a.device)
+        published = parts.view(torch.int32)
     pointers = (
         out,
         out if bias is None else bias.contiguous(),
@@ -139,7 +149,7 @@ def _run(
         parts if scale_a is None else scale_a.contiguous(),
         parts if scale_b is None else scale_b.contiguous(),
         parts,
-        flags(a.device),
+        published,
     )
     try:
         launch((a, b, out), pointers)
@@ -149,9 +159,9 @@ def _run(
 
 
 def _choose(
-    a: Tensor, b: Tensor, finished: bool, batch_invariant: bool
-) -> Plan | DirectPlan | TilePlan:
-    """finished: by scales or a gate, which only the Stream-K kernel has."""
+    a: Tensor, b: Tensor, scaled: bool, gated: bool, bare: bool, batch_invariant: bool
+) -> AnyPlan:
+    """scaled, gated, bare: what follows the product, see Operands."""
     (m, k), n = a.shape, b.shape[1]
     kinds = [_operand(a, True), _operand(b, False)]
     copied = sum(x.numel() * x.element_size() for x, _, copies in kinds if copies)
@@ -159,9 +169,12 @@ def _choose(
         0.0 if copies else broken_share(max(x.stride()) * x.element_size())
         for x, _, copies in kinds  # copies begin on lines
     ]
-    plain = not finished and a.element_size() == 2 and a.stride(1) == 1 and b.stride(0) == 1
+    plain = not scaled and a.element_size() == 2 and a.stride(1) == 1 and b.stride(0) == 1
     unit = min(row_unit(a), row_unit(b.T)) if plain else 1
-    operands = Operands(a.element_size(), plain, unit, copied, sum(broken) / 2)
+    operands = Operands(
+        *(a.element_size(), plain and not gated, unit, copied, sum(broken) / 2),
+        *(plain and gated, plain and bare),
+    )
     return choose(m, n, k, operands, multiprocessors(a.device), batch_invariant)[0]
 
 
@@ -225,7 +238,7 @@ def _launch(
         (
             _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
             _describe(
-                in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes // config.cluster)
+                in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes // config.sharers)
             ),
             _describe(
                 out_dtype,
@@ -305,12 +318,13 @@ def efficiency(call: Any) -> float:
         broken_share(stride * itemsize) if stride * itemsize % _TMA_BYTES == 0 else 0.0
         for stride, _ in rows.values()
     ]
-    plain = (
-        itemsize == 2
-        and (call.a_layout, call.b_layout) == ("row", "column")
-        and not reference.is_gated(call.activation)
+    plain = itemsize == 2 and (call.a_layout, call.b_layout) == ("row", "column")
+    gated = reference.is_gated(call.activation)
+    bare = call.activation == "none" and not call.has_residual and call.out_dtype == call.dtype
+    operands = Operands(
+        *(itemsize, plain and not gated, gcd(call.k, 8), copied, sum(broken) / 2),
+        *(plain and gated, plain and bare),
     )
-    operands = Operands(itemsize, plain, gcd(call.k, 8), copied, sum(broken) / 2)
     _, seconds = choose(call.m, call.n, call.k, operands, H200.units, call.batch_invariant)
     margin = _MARGIN if not copied else 1.0
     return (

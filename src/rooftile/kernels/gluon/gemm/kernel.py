@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from rooftile.kernels.gluon.gemm.cluster_sum import multiply_part
 from rooftile.kernels.gluon.gemm.consumer import multiply_share
 from rooftile.kernels.gluon.gemm.problem import GROUPS, Problem
 from rooftile.kernels.gluon.gemm.producer import load_operands, load_operands_together
@@ -107,7 +108,8 @@ def matmul_kernel(
     ahead: gl.constexpr,
     streamed: gl.constexpr,
     apart: gl.constexpr,
-    cluster: gl.constexpr,
+    sharers: gl.constexpr,
+    split: gl.constexpr,
     a_at: gl.constexpr,
     b_at: gl.constexpr,
 ):
@@ -141,7 +143,8 @@ def matmul_kernel(
         has_residual,
         has_scales,
         ahead,
-        cluster,
+        sharers,
+        split,
         out_unit,
     )
     shares = Shares(
@@ -156,10 +159,23 @@ def matmul_kernel(
         group_steps,
         streamed,
         apart,
-        cluster,
+        sharers * split,
+        split,
     )
-    if cluster > 1:
-        ring = new_cluster_ring(a_desc, b_desc, stages, GROUPS, "matmul_kernel", 0, 5, a_at, b_at)
+    if sharers * split > 1:
+        ring = new_cluster_ring(
+            a_desc,
+            b_desc,
+            stages,
+            sharers,
+            sharers * split,
+            GROUPS,
+            "matmul_kernel",
+            0,
+            5,
+            a_at,
+            b_at,
+        )
     else:
         ring = new_operand_ring(
             a_desc,
@@ -177,8 +193,24 @@ def matmul_kernel(
     )
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if cluster > 1:
+    if split > 1:
         # All warps join the cluster, so there are as many as the launch has: no role of one warp.
+        gl.warp_specialize(
+            [
+                (
+                    multiply_part,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
+                ),
+                (
+                    multiply_part,
+                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
+                ),
+                (load_operands_together, (problem, shares, ring)),
+            ],
+            [4, 4],
+            [consumer_registers, producer_registers],
+        )
+    elif sharers > 1:
         gl.warp_specialize(
             [
                 (

@@ -68,7 +68,7 @@ class Plan:
     @property
     def part_rows(self) -> int:
         """Rows of a part of all tiles, where parts are stored by themselves."""
-        return self.tiles_m * self.config.block_m * self.config.cluster
+        return self.tiles_m * self.config.block_m * self.config.sharers
 
     @property
     def part_elements(self) -> int:

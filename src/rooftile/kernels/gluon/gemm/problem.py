@@ -38,5 +38,6 @@ class Problem:
     has_residual: gl.constexpr
     has_scales: gl.constexpr
     ahead: gl.constexpr  # b is weights at rest: kernels/weights_at_rest.py
-    cluster: gl.constexpr  # CTAs, one below the other, that load a tile's columns together
+    sharers: gl.constexpr  # CTAs, one below the other, that load a tile's columns together
+    split: gl.constexpr  # CTAs of a cluster that share a tile's steps: cluster_sum.py
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

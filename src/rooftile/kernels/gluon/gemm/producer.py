@@ -72,16 +72,26 @@ def load_operands_together(problem, shares, ring):
     """The same by the CTAs of a cluster, of operands whose contiguous dimension is k."""
     join_cluster()
     fill = first_fill()
-    begin, end, whole = shares.first()
     await_kernels_before()
-    rank = gl.program_id(0) % problem.cluster
-    while (end > begin) | (whole < shares.num_tiles):
-        tile, first, last, end, whole = shares.take(begin, end, whole)
+    rank = gl.program_id(0) % problem.sharers
+    if problem.split > 1:
+        tile, first, last = shares.part_of_cluster()
         tile_m, tile_n = shares.corner(tile)
-        row0 = (tile_m * problem.cluster + rank) * problem.block_m
+        row0 = (tile_m * problem.sharers + rank) * problem.block_m
         column0 = tile_n * problem.block_n
         for i in range(first, last):
             ring.acquire(fill)
             ring.load(fill, row0, column0, i * problem.block_k)
             fill = ring.after(fill)
+    else:
+        begin, end, whole = shares.first()
+        while (end > begin) | (whole < shares.num_tiles):
+            tile, first, last, end, whole = shares.take(begin, end, whole)
+            tile_m, tile_n = shares.corner(tile)
+            row0 = (tile_m * problem.sharers + rank) * problem.block_m
+            column0 = tile_n * problem.block_n
+            for i in range(first, last):
+                ring.acquire(fill)
+                ring.load(fill, row0, column0, i * problem.block_k)
+                fill = ring.after(fill)
     ring.drain(fill)

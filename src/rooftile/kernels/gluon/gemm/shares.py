@@ -34,6 +34,7 @@ class Shares:
     streamed: gl.constexpr  # there is a line
     apart: gl.constexpr  # every CTA has one segment: a part, stored by itself
     cluster: gl.constexpr  # CTAs that take every share together: what is a CTA here is a cluster
+    split: gl.constexpr  # parts along K, of one tile, of a cluster's CTAs
 
     @gluon.jit
     def cta(self):
@@ -79,6 +80,14 @@ class Shares:
         end = gl.where(streamed, start + first, end)
         whole = gl.where(streamed, whole, whole + gl.num_programs(0) // self.cluster)
         return tile, first, last, end, whole
+
+    @gluon.jit
+    def part_of_cluster(self):
+        """Where the CTAs of a cluster share a tile's steps: the tile, first and last step."""
+        tile = self.cta()
+        part = gl.program_id(0) % self.cluster // (self.cluster // self.split)
+        first = self.iterations.value * part // self.split
+        return tile, first, self.iterations.value * (part + 1) // self.split
 
     @gluon.jit
     def part(self):

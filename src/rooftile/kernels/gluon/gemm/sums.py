@@ -18,9 +18,8 @@ from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
 _COLUMNS = 128  # of a CTA
-_MOST_TOGETHER = 32  # parts that a CTA reads at a time, each of its four warps a quarter
-_MOST_VALUES = 32  # parts times rows of a CTA: its threads' registers
-_CTAS = 4 * 132  # enough of them to hide each other's waiting
+_MOST_LOADS = 32  # of 16 bytes that a thread has on their way
+_FEW_ROWS = 4 * 132  # pieces of 128 columns, that warps take one by one
 
 
 @gluon.jit(
@@ -44,7 +43,8 @@ def sum_kernel(
     tiles_n,
     rows: gl.constexpr,  # of a CTA
     columns: gl.constexpr,
-    together: gl.constexpr,  # parts that are read at a time
+    warps: gl.constexpr,
+    together: gl.constexpr,  # parts that are on their way at a time
     out_unit: gl.constexpr,  # elements of a result that can be stored at a time
     activation: gl.constexpr,
     has_bias: gl.constexpr,
@@ -52,34 +52,37 @@ def sum_kernel(
 ):
     let_dependents_start()
     await_kernels_before()
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    # Every thread adds up elements of its own: a sum across warps would pass through shared memory.
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
     tile = gl.program_id(0)
     tile_m = tile // tiles_n
-    at = gl.arange(0, rows * columns, gl.SliceLayout(0, layout))
-    row = tile_m * rows + at // columns
-    column = (tile - tile_m * tiles_n) * columns + at % columns
-    part = gl.arange(0, together, gl.SliceLayout(1, layout))
+    row = gl.expand_dims(tile_m * rows + gl.arange(0, rows, gl.SliceLayout(1, layout)), 1)
+    column = (tile - tile_m * tiles_n) * columns + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    column = gl.expand_dims(column, 0)
+    wide_row = row.to(gl.int64)
+    at = parts + wide_row * stride + column
+    at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 4])
+    inside = (row < m) & (column < stride // 4 * 4)
+    total = gl.zeros([rows, columns], gl.float32, layout)
     step = gl.cast(part_rows, gl.int64) * stride // 4 * 4
-    # Rows and parts are whole groups of four elements, and four columns are never of two rows.
-    within = gl.multiple_of(row.to(gl.int64) * stride + column, 4)
-    place = parts + gl.expand_dims(part.to(gl.int64) * step, 1) + gl.expand_dims(within, 0)
-    place = gl.max_contiguous(gl.multiple_of(place, [1, 16]), [1, 4])
-    inside = gl.expand_dims((row < m) & (column < stride // 4 * 4), 0)
-    total = gl.zeros([rows * columns], gl.float32, gl.SliceLayout(0, layout))
     for i in range(0, count, together):
-        there = inside & gl.expand_dims(i + part < count, 1)
-        total += gl.sum(gl.load(place + i * step, mask=there, other=0.0), 0)
+        loaded = ()
+        for j in gl.static_range(together):
+            there = inside & (i + j < count)
+            loaded = loaded + (gl.load(at + (i + j) * step, mask=there, other=0.0),)  # type: ignore  # noqa: RUF005
+        for j in gl.static_range(together):
+            total += loaded[j]
     if has_bias:
         total += gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)
     total = activate(total, activation)
-    wide_row = row.to(gl.int64)
-    stored = (row < m) & (column < n // out_unit * out_unit)
+    inside = (row < m) & (column < n // out_unit * out_unit)
     if has_residual:
         residual_at = residual + wide_row * residual_stride + column
-        total += gl.load(residual_at, mask=stored, other=0.0).to(gl.float32)
+        total += gl.load(residual_at, mask=inside, other=0.0).to(gl.float32)
+    out_at = out + wide_row * out_stride + column
     size: gl.constexpr = out_unit * out.dtype.element_ty.itemsize
-    out_at = gl.multiple_of(out + wide_row * out_stride + column, size)
-    gl.store(gl.max_contiguous(out_at, out_unit), total.to(out.dtype.element_ty), mask=stored)
+    out_at = gl.max_contiguous(gl.multiple_of(out_at, [1, size]), [1, out_unit])
+    gl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def add_parts(
@@ -113,12 +116,9 @@ def _launch(
 ) -> Launch:
     m, n, count, rows, columns = sizes
     tiles_n = -(-n // _COLUMNS)
-    together = min(max(1 << (count - 1).bit_length(), 4), _MOST_TOGETHER)
-    rows_of_cta = 1
-    while (
-        2 * rows_of_cta * together <= _MOST_VALUES and m * tiles_n >= 2 * rows_of_cta * _CTAS
-    ):  # fmt: skip
-        rows_of_cta *= 2
+    warps, rows_of_cta = (1, 1) if m * tiles_n <= _FEW_ROWS else (4, 8)
+    loads = rows_of_cta // warps  # of a thread for each part
+    together = min(1 << (count - 1).bit_length(), _MOST_LOADS // loads)
     return Launch(
         sum_kernel,
         -(-m // rows_of_cta) * tiles_n,
@@ -129,11 +129,13 @@ def _launch(
         (
             ("rows", rows_of_cta),
             ("columns", _COLUMNS),
+            ("warps", warps),
             ("together", together),
             ("out_unit", gcd(n, out_stride, 4)),
             ("activation", activation),
             ("has_bias", dtypes[1] is not None),
             ("has_residual", dtypes[2] is not None),
         ),
+        warps=warps,
         dependent=True,
     )

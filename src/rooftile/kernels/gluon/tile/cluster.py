@@ -28,13 +28,12 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import Fill
 
-CTAS = gl.constexpr(2)  # of a cluster
 EMPTY = gl.constexpr(256)  # bytes from the first barrier of full stages to the first of empty ones
 _BARRIER_BYTES = 1024  # as much as keeps what Triton puts after it where swizzles need it
 
 
 @gluon.constexpr_function
-def _start_asm(stages, arrivals):
+def _start_asm(stages, arrivals, consumers, parts):
     """Address of the barriers, which thread 0 has initialised."""
     lines = [
         f".shared .align {_BARRIER_BYTES} .b8 cluster_barriers[{_BARRIER_BYTES}];",
@@ -47,24 +46,32 @@ def _start_asm(stages, arrivals):
             f"@first mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;",
             f"@first mbarrier.init.shared::cta.b64 [$0+{256 + 8 * i}], {arrivals};",
         ]
+    # Those of cluster_sum.py.
+    lines += [f"@first mbarrier.init.shared::cta.b64 [$0+512], {consumers * parts};"]
+    for i in range(consumers):
+        lines += [f"@first mbarrier.init.shared::cta.b64 [$0+{520 + 8 * i}], 1;"]
     lines += ["fence.mbarrier_init.release.cluster; }"]
     return " ".join(lines)
 
 
 @gluon.constexpr_function
-def _load_asm(kernel, a_map, b_map, size):
-    """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column."""
+def _load_asm(kernel, a_map, b_map, size, sharers):
+    """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7: bits of
+    the CTAs that get the columns."""
     copy = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     return " ".join(
         [
-            "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map; .reg .b16 both;",
+            "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map;",
             "mov.u32 warp, %tid.x; and.b32 warp, warp, 96; setp.eq.u32 first, warp, 0;",
-            "elect.sync _|mine, -1; and.pred mine, mine, first; mov.b16 both, 3;",
+            "elect.sync _|mine, -1; and.pred mine, mine, first;",
             f"@mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};",
             f"mov.b64 map, {kernel}_param_{a_map}; cvta.param.u64 map, map;",
             f"@mine {copy} [$2], [map, {{$4, $5}}], [$1];",
             f"mov.b64 map, {kernel}_param_{b_map}; cvta.param.u64 map, map;",
-            f"@mine {copy}.multicast::cluster [$3], [map, {{$4, $6}}], [$1], both; }}",
+            f"{{ .reg .b16 all; cvt.u16.u32 all, $7; @mine {copy}.multicast::cluster "
+            "[$3], [map, {$4, $6}], [$1], all; } }"
+            if sharers > 1
+            else f"@mine {copy} [$3], [map, {{$4, $6}}], [$1]; }}",
             "mov.b32 $0, $4;",
         ]
     )
@@ -74,17 +81,30 @@ _WAIT_ASM = gl.constexpr(
     "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; "
     "@!done bra.uni WAIT; } mov.b32 $0, $2;"
 )
-# One thread for each CTA.
-_RELEASE_ASM = gl.constexpr(
-    "{ .reg .pred mine; .reg .b32 thread, there; mov.u32 thread, %tid.x; "
-    "and.b32 thread, thread, 127; setp.lt.u32 mine, thread, 2; "
-    "@mine mapa.shared::cluster.u32 there, $1, thread; "
-    "@mine mbarrier.arrive.shared::cluster.b64 _, [there]; } mov.b32 $0, $1;"
-)
 _JOIN_ASM = gl.constexpr(
     "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
 )
 _BASE_ASM = gl.constexpr("mov.b32 $0, global_smem;")
+
+
+@gluon.constexpr_function
+def _arrive_asm(count, step):
+    """At the barrier $1 of `count` CTAs from number $2 on, every `step`th: a thread for each."""
+    return (
+        "{ .reg .pred mine; .reg .b32 thread, there; mov.u32 thread, %tid.x; "
+        f"and.b32 thread, thread, 127; setp.lt.u32 mine, thread, {count}; "
+        f"mad.lo.u32 there, thread, {step}, $2; "
+        "@mine mapa.shared::cluster.u32 there, $1, there; "
+        "@mine mbarrier.arrive.shared::cluster.b64 _, [there]; } mov.b32 $0, $1;"
+    )
+
+
+@gluon.jit
+def arrive_there(barrier, first, count: gl.constexpr, step: gl.constexpr):
+    """By a warpgroup: arrives at the barrier of CTAs first, first + step, ... of the cluster."""
+    gl.inline_asm_elementwise(
+        _arrive_asm(count, step), "=r,r,r", [barrier, first], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -96,7 +116,7 @@ def join_cluster():
 
 
 @gluon.jit
-def _wait(barrier, phase):
+def wait_at(barrier, phase):
     gl.inline_asm_elementwise(
         _WAIT_ASM, "=r,r,r", [barrier, phase], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -111,6 +131,8 @@ class ClusterRing:
     barriers: gl.tensor  # their address, the first one of full stages
     tiles: gl.tensor  # address that Triton counts from
     stages: gl.constexpr
+    sharers: gl.constexpr  # CTAs that load columns together
+    cluster: gl.constexpr  # CTAs of a cluster, a multiple
     kernel: gl.constexpr  # name of the kernel that has the maps
     a_map: gl.constexpr  # numbers of its parameters
     b_map: gl.constexpr
@@ -124,27 +146,33 @@ class ClusterRing:
         return Fill(gl.where(last, 0, at.stage + 1), gl.where(last, at.phase ^ 1, at.phase))
 
     @gluon.jit
+    def first_sharer(self):
+        """Number in its cluster of the first CTA that loads columns together with this one."""
+        return gl.program_id(0) % self.cluster // self.sharers * self.sharers
+
+    @gluon.jit
     def acquire(self, at):
         """Producer: waits until the stage of this fill is free in all CTAs."""
-        _wait(self.barriers + EMPTY + at.stage * 8, at.phase ^ 1)
+        wait_at(self.barriers + EMPTY + at.stage * 8, at.phase ^ 1)
 
     @gluon.jit
     def load(self, at, row, column, k0):
         """Producer: starts the copies of this CTA's rows, and of its half of the columns to all."""
-        rank = gl.program_id(0) % CTAS
+        rank = gl.program_id(0) % self.sharers
+        all_of_them = ((1 << self.sharers) - 1) << self.first_sharer()
         columns: gl.constexpr = self.b_tiles.shape[1]
         a_bytes: gl.constexpr = (
             self.a_tiles.shape[1] * self.a_tiles.shape[2] * self.a_tiles.dtype.itemsize
         )
         b_bytes: gl.constexpr = columns * self.b_tiles.shape[2] * self.b_tiles.dtype.itemsize
-        half: gl.constexpr = columns // CTAS
+        half: gl.constexpr = columns // self.sharers
         full = self.barriers + at.stage * 8
         a = self.tiles + self.a_at + at.stage * a_bytes
-        b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // CTAS)
+        b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // self.sharers)
         gl.inline_asm_elementwise(
-            _load_asm(self.kernel, self.a_map, self.b_map, a_bytes + b_bytes),
-            "=r,r,r,r,r,r,r",
-            [full, a, b, k0, row, column + rank * half],
+            _load_asm(self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers),
+            "=r,r,r,r,r,r,r,r",
+            [full, a, b, k0, row, column + rank * half, all_of_them],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -160,7 +188,7 @@ class ClusterRing:
     @gluon.jit
     def arrived(self, at):
         """Consumer: waits until both operands have landed."""
-        _wait(self.barriers + at.stage * 8, at.phase)
+        wait_at(self.barriers + at.stage * 8, at.phase)
 
     @gluon.jit
     def a(self, at):
@@ -175,21 +203,16 @@ class ClusterRing:
     @gluon.jit
     def release(self, at):
         """Consumer: this fill will not be read again."""
-        gl.inline_asm_elementwise(
-            _RELEASE_ASM,
-            "=r,r",
-            [self.barriers + EMPTY + at.stage * 8],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        arrive_there(self.barriers + EMPTY + at.stage * 8, self.first_sharer(), self.sharers, 1)
 
 
 @gluon.jit
 def new_cluster_ring(
     a_desc,
-    b_desc,  # boxes of half of the columns
+    b_desc,  # boxes of a sharer's columns
     stages: gl.constexpr,
+    sharers: gl.constexpr,
+    cluster: gl.constexpr,
     consumers: gl.constexpr,  # of a CTA
     kernel: gl.constexpr,
     a_map: gl.constexpr,
@@ -199,15 +222,28 @@ def new_cluster_ring(
 ):
     """Allocates the ring and initialises its barriers; `join_cluster` must follow in every role."""
     rows: gl.constexpr = a_desc.block_shape[0]
-    columns: gl.constexpr = b_desc.block_shape[0] * CTAS
+    columns: gl.constexpr = b_desc.block_shape[0] * sharers
     depth: gl.constexpr = a_desc.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [stages, rows, depth], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [stages, columns, depth], b_desc.layout)
     barriers = gl.inline_asm_elementwise(
-        _start_asm(stages, consumers * CTAS), "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        _start_asm(stages, consumers * sharers, consumers, cluster // sharers), "=r,r", [gl.program_id(0)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     tiles = gl.inline_asm_elementwise(
         _BASE_ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )
-    return ClusterRing(a_tiles, b_tiles, barriers, tiles, stages, kernel, a_map, b_map, a_at, b_at)
+    return ClusterRing(
+        a_tiles,
+        b_tiles,
+        barriers,
+        tiles,
+        stages,
+        sharers,
+        cluster,
+        kernel,
+        a_map,
+        b_map,
+        a_at,
+        b_at,
+    )

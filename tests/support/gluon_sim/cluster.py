@@ -1,0 +1,190 @@
+"""Clusters, of which kernels know by assembly: their barriers, multicast, and sums that CTAs exchange.
+
+Addresses are numbers: of barriers from BARRIERS on, of shared tiles from TILES on, in the order in
+which Triton lays them out (larger allocations first), plus a multiple of OF_RANK in another CTA.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.gluon_sim import machine
+from tests.support.gluon_sim.barrier import MBarrier
+from tests.support.gluon_sim.errors import SimulationError
+from tests.support.gluon_sim.memory import Descriptor, SharedTile, Tile, tile
+
+BARRIERS, TILES, OF_RANK = 1 << 12, 1 << 16, 1 << 24
+_FIELDS_OF_DESCRIPTOR = 5  # of a descriptor of two dimensions: its map, two sizes, two strides
+_PACK = 4
+
+
+def run(asm: str, args: list[Any]) -> Any:
+    """What an instruction sequence returns, `None` where it has nothing to do with clusters."""
+    if "cluster_barriers" in asm:
+        return _start(asm)
+    if asm == "mov.b32 $0, global_smem;":
+        return TILES
+    if asm.startswith("barrier.cluster.arrive"):
+        return _join()
+    if "mbarrier.try_wait" in asm:
+        barrier = _barrier(machine.role().cta, args[0])
+        machine.mbarrier_wait(barrier, args[1])
+        return args[1]
+    if "cp.async.bulk.tensor" in asm:
+        return _load(asm, *args)
+    if "mbarrier.arrive.expect_tx" in asm:
+        _barrier(machine.role().cta, args[0]).arrive(1, int(_number(r"\[\$1\], (\d+)", asm)))
+        return args[0]
+    if "mbarrier.arrive.shared::cluster" in asm:
+        count = _number(r"setp\.lt\.u32 mine, thread, (\d+)", asm)
+        step = _number(r"mad\.lo\.u32 there, thread, (\d+)", asm)
+        for i in range(count):
+            _barrier(_peer(args[1] + i * step), args[0]).arrive()
+            machine.scheduler().pause()
+        return args[0]
+    if asm.startswith("mapa."):
+        return int(args[0]) + (int(args[1]) + 1) * OF_RANK
+    if asm.startswith("st.async."):
+        return _send(*args)
+    if asm.startswith("ld.shared.v4"):
+        return _read(args[0])
+    return None
+
+
+def _number(pattern: str, asm: str) -> int:
+    found = re.search(pattern, asm)
+    if found is None:
+        raise SimulationError(f"no {pattern!r} in {asm!r}")
+    return int(found[1])
+
+
+def _size() -> int:
+    """CTAs of a cluster."""
+    options = machine.role().cta.launch.options
+    return int(options.get("sharers", 1) * options.get("split", 1))
+
+
+def _peer(rank: int) -> Any:
+    cta = machine.role().cta
+    first = cta.program_id[0] // _size() * _size()
+    if not 0 <= rank < _size():
+        raise SimulationError(f"CTA {rank} of a cluster of {_size()}")
+    return cta.launch.ctas[first + rank]
+
+
+def _start(asm: str) -> int:
+    cta = machine.role().cta
+    cta.cluster_barriers = {}
+    for at, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\$0\+(\d+)\], (\d+)", asm):
+        barrier = MBarrier(f"barrier {at}")
+        barrier.init(int(count))
+        cta.cluster_barriers[int(at)] = barrier
+    return BARRIERS
+
+
+def _join() -> int:
+    me = machine.role()
+    first = me.cta.program_id[0] // _size() * _size()
+    ctas, size = me.cta.launch.ctas, _size()
+
+    def here() -> bool:
+        return all(
+            i in ctas and hasattr(ctas[i], "cluster_barriers") for i in range(first, first + size)
+        )
+
+    machine.scheduler().pause(here, "the CTAs of the cluster")
+    return 0
+
+
+def _barrier(cta: Any, address: int) -> MBarrier:
+    at = int(address) % OF_RANK - BARRIERS
+    if at not in cta.cluster_barriers:
+        raise SimulationError(f"no barrier at {at}")
+    found: MBarrier = cta.cluster_barriers[at]
+    return found
+
+
+def _operand(cta: Any, address: int) -> SharedTile:
+    """The stage of an operand that begins at this address, and what follows to its end."""
+    operands = cta.shared[:2]
+    sizes = [x.data.numel() * x.data.element_size() for x in operands]
+    places = (0, sizes[0]) if sizes[0] >= sizes[1] else (sizes[1], 0)
+    for x, size, place in zip(operands, sizes, places, strict=True):
+        at = int(address) - TILES - place
+        if 0 <= at < size:
+            stage, within = divmod(at, size // x.data.shape[0])
+            rows = within // (x.data[0, 0].numel() * x.data.element_size())
+            return x.index(stage).slice(rows, x.data.shape[1] - rows, 0)
+    raise SimulationError(f"no operand at {address}")
+
+
+def _load(asm: str, full: int, a: int, b: int, k0: int, row: int, column: int, sharers: int) -> int:
+    me = machine.role().cta
+    first, second = re.findall(r"_param_(\d+);", asm)
+    size = _number(r"expect_tx\.shared::cta\.b64 _, \[\$1\], (\d+)", asm)
+    _barrier(me, full).arrive(1, size)
+    _copy(_argument(me, int(first)), (row, k0), me, full, a)
+    for rank in range(_size()) if "multicast" in asm else ():
+        if sharers >> rank & 1:
+            _copy(_argument(me, int(second)), (column, k0), _peer(rank), full, b)
+    if "multicast" not in asm:
+        _copy(_argument(me, int(second)), (column, k0), me, full, b)
+    machine.scheduler().pause()
+    return k0
+
+
+def _argument(cta: Any, number: int) -> Descriptor:
+    found = cta.launch.arguments[number // _FIELDS_OF_DESCRIPTOR]
+    assert isinstance(found, Descriptor)
+    return found
+
+
+def _copy(desc: Descriptor, corner: tuple[int, int], cta: Any, full: int, address: int) -> None:
+    target = _operand(cta, address).slice(0, desc.block_shape[0], 0)
+    barrier = _barrier(cta, full)
+    target.poison()
+    place, inside = desc.addresses(corner)
+
+    def complete() -> None:
+        values = desc.memory[torch.where(inside, place, 0)]
+        target.data.copy_(torch.where(inside, values, 0))
+        barrier.deliver(desc.block_type.nbytes)
+
+    machine.scheduler().events.append(complete)
+
+
+def _packs(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Order of the elements in which those of one thread follow each other, and where each four lie."""
+    flat = places.as_subclass(Tensor).reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    return order, flat[order].view(-1, _PACK)[:, 0]
+
+
+def _send(x: Tensor, places: Tensor, barriers: Tensor) -> Tile:
+    rank = int(places.reshape(-1)[0]) // OF_RANK - 1
+    target = _peer(rank)
+    order, at = _packs(places)
+    values = x.as_subclass(Tensor).reshape(-1)[order].view(-1, _PACK)
+    barrier = _barrier(target, int(barriers.reshape(-1)[0]))
+
+    def complete() -> None:
+        inbox = target.__dict__.setdefault("inbox", {})
+        for address, four in zip((at % OF_RANK).tolist(), values, strict=True):
+            inbox[address] = four
+        barrier.deliver(values.numel() * 4)
+
+    machine.scheduler().events.append(complete)
+    machine.scheduler().pause()
+    return tile(torch.zeros(x.shape, dtype=torch.int32))
+
+
+def _read(places: Tensor) -> Tile:
+    inbox = machine.role().cta.inbox
+    order, at = _packs(places)
+    out = torch.empty(places.numel(), dtype=torch.float32)
+    out[order] = torch.stack([inbox[address] for address in at.tolist()]).reshape(-1)
+    return tile(out.view(places.shape))
