@@ -20,7 +20,7 @@ NORMED, FORWARD, PLAN = load_simulated(
 
 
 @pytest.mark.parametrize("activation", ["", "silu"])
-@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (70, 64)])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (70, 64)])
 def test_products_follow_the_norm(
     activation: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import gemm
+from rooftile.kernels.gluon.gemm.few_plan import MOST_PORTABLE_ROWS
 from rooftile.kernels.gluon.linear import is_switched_on
 
 
@@ -25,7 +26,14 @@ def normed_linear(
     bias: Tensor | None,  # [out_features]
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    # Plain Triton, which what simulates the products does not know.
+    if x.numel() <= MOST_PORTABLE_ROWS * x.shape[-1]:
+        # The kernels that matmul would take compute the norm and the gate as well. They are plain
+        # Triton, which what simulates the products does not know.
+        from rooftile.kernels.triton import linear as portable
+
+        return portable.normed_linear(
+            x, residual, norm_weight, eps, weight_offset, weight, bias, activation
+        )
     from rooftile.kernels.triton.norm import rms_norm
 
     y, stream = rms_norm(x, norm_weight, residual, eps, weight_offset)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_few_rows
+from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
+from rooftile.kernels.gluon.gemm.few_plan import (
+    FewRowsPlan,
+    PortablePlan,
+    plan_of_few_rows,
+    plan_of_portable,
+)
 from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.planning.hardware import H200
@@ -28,6 +34,8 @@ class Operands:
     unit: elements of a row that can be loaded at a time.
     copied: bytes that the copy engine cannot address where they lie.
     broken: share of the rows (of copies, where there are any) that do not begin on cache lines.
+    gated: a gate follows, but for which it would be plain.
+    bare: it is plain, nothing but a bias follows, and the result has the operands' type.
     """
 
     itemsize: int
@@ -35,23 +43,36 @@ class Operands:
     unit: int
     copied: int
     broken: float
+    gated: bool = False
+    bare: bool = False
+
+
+AnyPlan = Plan | DirectPlan | TilePlan | FewRowsPlan | PortablePlan
 
 
 @lru_cache(maxsize=4096)
 def choose(
     m: int, n: int, k: int, operands: Operands, num_sms: int, batch_invariant: bool
-) -> tuple[Plan | DirectPlan | TilePlan, float]:
+) -> tuple[AnyPlan, float]:
     """A plan and the seconds that it is predicted to take, copies included."""
     stream = choose_plan(
         m, n, k, operands.itemsize, num_sms, batch_invariant, operands.broken, operands.plain
     )
-    best: Plan | DirectPlan | TilePlan = stream
+    best: AnyPlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)
-    if batch_invariant or not operands.plain:
+    if batch_invariant or not (operands.plain or operands.gated):
         return best, seconds
-    few = plan_of_few_rows(m, n, k) if operands.unit == 8 else None
-    if few is not None and few.seconds < seconds:
-        best, seconds = few, few.seconds
+    if operands.unit == 8:
+        others: list[AnyPlan | None] = []
+        if n % (16 if operands.gated else 8) == 0:
+            others.append(plan_of_few_rows(m, n, k, num_sms, operands.gated))
+        if operands.bare:
+            others.append(plan_of_portable(m, n, k))
+        for other in others:
+            if other is not None and other.seconds < seconds:
+                best, seconds = other, other.seconds
+    if operands.gated:
+        return best, seconds
     if m * n * k <= _MOST_STEPS[operands.unit] * 64**3 * num_sms and k <= _MOST_TILE_K:
         machine = replace(H200, units=num_sms)
         for block_m, block_n in TILES:

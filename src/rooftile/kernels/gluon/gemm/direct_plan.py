@@ -30,20 +30,7 @@ class DirectPlan:
         return self.warps_k * self.warps_x * self.warps_y
 
 
-# Of a launch, and of bytes: fitted to 8 layers of Llama-8B and Qwen-0.6B at one row.
-_SECONDS, _BANDWIDTH = 7.0e-6, 3.6e12
-_MOST_FEW_ROWS = 8
 _EARLY_TILES = 2 * 132  # two for every multiprocessor of an H200
-# Larger weights: the Stream-K kernel, which reads them under the end of the kernel before.
-_MOST_WEIGHTS = 8_000_000
-
-
-def plan_of_few_rows(m: int, n: int, k: int) -> DirectPlan | None:
-    """For a weight [n, k] and m rows of activations, `None` where there are too many."""
-    if m > _MOST_FEW_ROWS or n * k > _MOST_WEIGHTS:
-        return None
-    seconds = _SECONDS + 2.0 * (n * k + m * k + m * n) / _BANDWIDTH
-    return DirectPlan(16, 8, 256, 8 if k >= 2048 else 4, transposed=True, seconds=seconds)
 
 
 def plan_of_codes(m: int, n: int) -> DirectPlan:

@@ -5,10 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_ROWS = 64
+MOST_PORTABLE_ROWS = 4  # of kernels/triton/linear.py
 BOX_BYTES = 128  # along k
-# Two CTAs, one of this launch and one of the next, share a multiprocessor's 227 KiB.
-HALF = 112 * 1024
+_BOX_K = 64
+_SHARED_BYTES = 220 * 1024  # of one CTA
+_HALF = 112 * 1024  # of one of two CTAs on a multiprocessor
 _BARRIERS = 256
+_MOST_SPLITS = 4
+# Measured alone, as the costs in stream_k_costs.json were.
+_SECONDS, _BANDWIDTH = 7.6e-6, 4.3e12
+_ROW_SECONDS = 1.0e-8
+_SPLIT_SECONDS, _SPLIT_ROW_SECONDS = 1.0e-6, 1.3e-8
+_PORTABLE_SECONDS = 6.5e-6
+
+
+@dataclass(frozen=True)
+class PortablePlan:
+    """One to four rows, by kernels/triton/linear.py. seconds: that it is predicted to take."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,7 @@ class FewRowsPlan:
 
     tile: int
     splits: int
-    pieces: int = 1
+    pieces: int = 2
     stages: int = 4
     warps: int = 4
     seconds: float = 0.0
@@ -33,10 +48,41 @@ def padded_rows(m: int) -> int:
     return max(8, 1 << (m - 1).bit_length())
 
 
-def shared_bytes(plan: FewRowsPlan, m: int) -> int:
-    """Of a CTA's ring."""
-    return plan.stages * plan.pieces * (plan.tile + padded_rows(m)) * BOX_BYTES + _BARRIERS
-
-
-def most_stages(tile: int, m: int, pieces: int, shared: int = HALF) -> int:
+def most_stages(tile: int, m: int, pieces: int, shared: int = _HALF) -> int:
     return (shared - _BARRIERS) // (pieces * (tile + padded_rows(m)) * BOX_BYTES)
+
+
+def plan_of_few_rows(m: int, n: int, k: int, num_sms: int, gated: bool) -> FewRowsPlan | None:
+    """For a weight [n, k] and m rows; `None` where another kernel is faster, or none of this can.
+
+    gated: half of n are a gate for the other half, and lie in the same tiles.
+    """
+    if m > MOST_ROWS or (gated and n <= 64 * num_sms):
+        return None
+    rows = padded_rows(m)
+    tiles = -(-n // 64)
+    if tiles <= num_sms and not gated:
+        tile, warps, shared = 64, 4, _SHARED_BYTES
+    elif tiles <= 2 * num_sms and not gated:
+        tile, warps, shared = 64, 4, _HALF
+    elif rows < MOST_ROWS:
+        tile, warps, shared = 128, 4, _HALF
+    else:
+        tile, warps, shared = 256, 8, _SHARED_BYTES
+    tiles = -(-n // tile)
+    pieces = 4 if tile == 64 and rows <= 16 else 2
+    steps = -(-k // (_BOX_K * pieces))
+    splits = max(min(num_sms // tiles, _MOST_SPLITS, steps), 1)
+    stages = max(min(most_stages(tile, m, pieces, shared), -(-steps // splits)), 2)
+    if tile > 64:
+        stages = 2  # more CTAs at a time instead
+    seconds = _SECONDS + 2.0 * (n * k + m * k + m * n) / _BANDWIDTH + _ROW_SECONDS * rows
+    if splits > 1:
+        seconds += _SPLIT_SECONDS + _SPLIT_ROW_SECONDS * rows
+    return FewRowsPlan(tile, splits, pieces, stages, warps, seconds)
+
+
+def plan_of_portable(m: int, n: int, k: int) -> PortablePlan | None:
+    if m > MOST_PORTABLE_ROWS or k % 16:
+        return None
+    return PortablePlan(_PORTABLE_SECONDS + 2.0 * n * k / _BANDWIDTH)
