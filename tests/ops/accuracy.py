@@ -57,7 +57,7 @@ def opcheck(operator: Operator, *arguments: Any, **options: Any) -> None:
     """torch's own checks of schema, fake implementation, autograd registration, AOT dispatch; and that
     autocast changes nothing, whichever kernel runs.
     """
-    torch.library.opcheck(operator.handle, (*arguments, "auto"), **options)
+    torch.library.opcheck(operator.overload, (*arguments, "auto"), **options)
     call = operator.call(*arguments)
     for family in kernels_to_test(operator):
         if operator.refusal(call, family) is not None:

@@ -79,9 +79,9 @@ def test_operators_and_compilation() -> None:
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8)
     slopes, cu = torch.rand(2), (torch.tensor([0, 5]), torch.tensor([0, 7]))
     options = (None, slopes, -1, 0, 0.0, 0.3, "auto")
-    torch.library.opcheck(ATTENTION_ALIBI.handle, (q, k, k, *options))
+    torch.library.opcheck(ATTENTION_ALIBI.overload, (q, k, k, *options))
     ragged = (q[0], k[0], k[0], *cu, 5, 7)
-    torch.library.opcheck(ATTENTION_VARLEN_ALIBI.handle, (*ragged, *options))
+    torch.library.opcheck(ATTENTION_VARLEN_ALIBI.overload, (*ragged, *options))
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     expected = attention(q, k, k, causal=True, alibi_slopes=slopes)
     assert torch.allclose(compiled(q, k, k, causal=True, alibi_slopes=slopes), expected)  # type: ignore[arg-type]

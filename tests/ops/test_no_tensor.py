@@ -1,8 +1,13 @@
-"""What is no tensor is refused by name wherever an operator takes one, and so is a tangent."""
+"""What is no tensor is refused by name wherever an operator takes one, and so are a tangent and a
+kernel that does not exist.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +65,15 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     ops.pack: {"weight": ROWS, "format": "int8"},
     ops.matmul: {"a": ROWS, "b": ROWS.T},
     ops.top_logprobs: {"logits": ROWS, "k": 3},
+    ops.tree_attention: {
+        "q": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "batch": BATCH, "tree": SLOTS,
+    },
+    ops.plan_paged_attention: {"q": RAGGED, "k_pages": PAGES, "v_pages": PAGES, "batch": BATCH},
+    ops.find_prefixes: {"batch": BATCH, "page_size": 16},
+    ops.grouped_linear: {"x": ROWS, "weight": ROWS[None], "group_sizes": LENGTHS[1:]},
+    ops.gelu_and_mul: {"x": ROWS},
+    ops.sample: {"logits": ROWS},
+    ops.token_ranks: {"logits": ROWS, "token_ids": SLOTS},
 }  # fmt: skip
 
 
@@ -86,3 +100,42 @@ def test_forward_mode_derivatives_are_refused(operator: Callable[..., Any]) -> N
                 dual = forward_ad.make_dual(value, value)
                 with pytest.raises(NotImplementedError, match=f"{name} has a tangent.*backward"):
                     operator(**{**arguments, name: dual})
+
+
+def test_every_operator_is_here() -> None:
+    functions = [getattr(ops, name) for name in ops.__all__]
+    assert {f for f in functions if inspect.isfunction(f) and "kernel" in _options(f)} <= {*CALLS}
+
+
+def _options(operator: Callable[..., Any]) -> Any:
+    return inspect.signature(operator).parameters
+
+
+@pytest.mark.parametrize("kernel", [None, 1, [], b"auto", "nonsense"])
+def test_a_kernel_that_does_not_exist_is_named(kernel: Any) -> None:
+    identity = ops.score_mod(None, reference=lambda score, batch, head, i, j: score)()
+    for operator, arguments in CALLS.items():
+        if "kernel" not in _options(operator):
+            continue
+        variants: list[dict[str, Any]] = [{}]
+        if "score_mod" in _options(operator):
+            slopes = torch.ones(2)
+            variants += [{"score_mod": identity}, {"alibi_slopes": slopes}]
+            variants += [{"alibi_slopes": slopes.clone().requires_grad_()}]
+        for options in variants:
+            with pytest.raises(
+                ValueError, match=rf"kernel={re.escape(repr(kernel))} does not.*'reference'"
+            ):
+                operator(**arguments, **options, kernel=kernel)
+
+
+@pytest.mark.parametrize("field", ["cu_seqlens_q", "kv_lens", "page_table", "prefix", "batch"])
+def test_a_field_of_a_batch_that_is_something_else_is_named(field: str) -> None:
+    changed: dict[str, Any] = {field: "x"}
+    wrong = "x" if field == "batch" else replace(BATCH, **changed)
+    for operator, arguments in CALLS.items():
+        shares = operator in (ops.paged_attention, ops.plan_paged_attention)
+        if "batch" not in arguments or (field == "prefix" and not shares):
+            continue
+        with pytest.raises(ValueError, match=f"{field} is 'x'"):
+            operator(**{**arguments, "batch": wrong})

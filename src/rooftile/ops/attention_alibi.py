@@ -56,6 +56,7 @@ def run_alibi(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Through the operator, or where gradients are wanted through the reference, which has them."""
+    operator.check_kernel(kernel)
     given = [*tensors[:3], sink, slopes]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):
         return operator.handle(*tensors, sink, slopes, *options, kernel)

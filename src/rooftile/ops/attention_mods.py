@@ -71,6 +71,7 @@ def run_modified(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Through the operator, or where gradients are wanted through the reference, which has them."""
+    operator.check_kernel(kernel)
     arguments = (*tensors, *options, *parts(score), *parts(mask))
     given = [*tensors[:3], options[0], *parts(score)[1], *parts(mask)[1]]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)):

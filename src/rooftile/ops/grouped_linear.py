@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    check_tensors,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 
 
@@ -37,6 +44,7 @@ def grouped_linear(
         NotImplementedError: inputs that require a gradient.
     """
     name = "grouped_linear"
+    check_tensors(name, x=x, weight=weight, group_sizes=group_sizes)
     check_float(name, x=x)
     check_same(name, x=x, weight=weight)
     check_device(name, x=x, group_sizes=group_sizes)

@@ -55,9 +55,24 @@ class Operator:
         torch.library.register_fake(
             f"rooftile::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY
         )
-        # Unchecked handle: takes the private arguments; the engine, which validates once a step, calls it.
-        self.handle = getattr(torch.ops.rooftile, name).default
+        self.overload = getattr(torch.ops.rooftile, name).default
         OPERATORS[name] = self
+
+    def handle(self, *arguments: Any) -> Any:
+        """Takes the private arguments, unchecked but for the name of a kernel; the engine, which
+        validates once a step, calls it.
+        """
+        self.check_kernel(arguments[-1])
+        return self.overload(*arguments)
+
+    def check_kernel(self, requested: Any) -> None:
+        """Whether it names one, for this call or another."""
+        if isinstance(requested, str) and requested in ("auto", *self.families, *self.refused):
+            return
+        raise ValueError(
+            f"{self.name}: kernel={requested!r:.80} does not exist; "
+            f"choose 'auto' or one of {', '.join(map(repr, self.families))}"
+        )
 
     def register_autograd(
         self, backward: Callable[..., Any], setup_context: Callable[..., None]
@@ -75,6 +90,7 @@ class Operator:
 
     def choose(self, call: Hashable, requested: str = "auto") -> str:
         """The family that runs `call`; an explicit request never falls back, it raises."""
+        self.check_kernel(requested)
         return _choose(self.name, call, requested)
 
     def call(self, *arguments: Any) -> Any:
@@ -161,14 +177,10 @@ def _load(name: str, module: str, family: str) -> Kernel | str:
 def _choose(name: str, call: Hashable, requested: str) -> str:
     declared = OPERATORS[name]
     if requested != "auto":
+        declared.check_kernel(requested)
         if requested in declared.refused:
             raise NotImplementedError(
                 f"{name}: kernel={requested!r} cannot run this call: {declared.refused[requested]}"
-            )
-        if requested not in declared.families:
-            raise ValueError(
-                f"{name}: kernel={requested!r} does not exist; "
-                f"choose 'auto' or one of {', '.join(map(repr, declared.families))}"
             )
         reason = declared.refusal(call, requested)
         if reason is not None:

@@ -124,6 +124,10 @@ def check_batch(
 
 
 def check_prefix(name: str, batch: PagedBatch, prefix: PrefixGroups, page_size: int) -> None:
+    require(
+        isinstance(prefix, PrefixGroups),
+        lambda: f"{name}: batch.prefix is {prefix!r:.80}; pass what find_prefixes returned",
+    )
     for field, tensor in (("first", prefix.first), ("lens", prefix.lens)):
         check_integers(name, f"prefix.{field}", tensor, batch.kv_lens, "kv_lens")
     check_whole(name, 0, **{"prefix.max_len": prefix.max_len})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.ops.attention import check_integers
-from rooftile.ops.check import check_shape, check_whole, require
+from rooftile.ops.check import check_shape, check_tensors, check_whole, require
 from rooftile.ops.operator import Operator
 from rooftile.types import PagedBatch, PrefixGroups
 
@@ -39,7 +39,12 @@ def find_prefixes(
     """
     name = "find_prefixes"
     check_whole(name, 1, page_size=page_size, min_keys=min_keys)
+    require(
+        isinstance(batch, PagedBatch),
+        lambda: f"{name}: batch is {batch!r:.80}; it must be a PagedBatch",
+    )
     kv_lens = batch.kv_lens
+    check_tensors(name, kv_lens=kv_lens)
     requests = kv_lens.shape[0]
     for field in ("cu_seqlens_q", "page_table"):
         check_integers(name, field, getattr(batch, field), kv_lens, "kv_lens")
