@@ -31,16 +31,19 @@ CONFIGS = [
     replace(CONFIG.CONFIGS[64], anchored=True),
     replace(CONFIG.CONFIGS[128], anchored=True),
 ]
-CONSUMER = load_simulated("rooftile.kernels.gluon.attention.consumer")
+CONSUMER, CUT = load_simulated(
+    "rooftile.kernels.gluon.attention.consumer", "rooftile.kernels.gluon.attention.cut"
+)
 CHEAP = Costs(block=10, item=1, part=1, join=0, fewest=1)
 
 
 @pytest.fixture(autouse=True)
 def every_call_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(KERNEL, "CUT_BELOW", math.inf)
-    monkeypatch.setattr(KERNEL, "share_out", lambda *call: share_out(*call[:3], CHEAP))
+    monkeypatch.setattr(CUT, "CUT_BELOW", math.inf)
+    monkeypatch.setattr(CUT, "share_out", lambda *call: share_out(*call[:3], CHEAP))
     monkeypatch.setattr(KERNEL, "_dense", {})
+    monkeypatch.setattr(KERNEL, "_ragged", {})
 
 
 def cut_tiles(q: Any, k: Any, v: Any, config: Any, left: int, right: int) -> int:
@@ -48,8 +51,9 @@ def cut_tiles(q: Any, k: Any, v: Any, config: Any, left: int, right: int) -> int
     dim = max(q.shape[3], v.shape[3])
     config = config or CONFIG.config_of(dim, dim, q.shape[1], right)
     heads, places = q.shape[0] * q.shape[2], 5 * config.ctas
-    shares = KERNEL._shares(config, heads, q.shape[1], k.shape[1], left, right, places)
-    return int(shares.table()[1])
+    device = torch.device("cpu")
+    cut = CUT.cut_of(config, device, heads, q.shape[1], k.shape[1], left, right, places, right >= 0)
+    return int(cut.new_parts().shape[0])
 
 
 @settings(max_examples=24)
@@ -91,6 +95,34 @@ def test_these_calls_are_cut() -> None:
     assert cut_tiles(q, k, v, None, -1, 0) >= 8
 
 
+@settings(max_examples=16)
+@given(
+    config=st.sampled_from(CONFIGS),
+    lengths=st.sampled_from([(64, 520), (200, 420), (330, 300), (130, 700)]),
+    padding=st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 1), (70, 9), (0, 300)]),
+    group=st.integers(1, 2),
+    window=st.sampled_from(WINDOWS),
+    has_sink=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_one_sequence_of_a_ragged_batch(
+    config: Any, lengths: tuple[int, int], padding: tuple[int, int], group: int,
+    window: tuple[int, int], has_sink: bool, seed: int,
+) -> None:  # fmt: skip
+    """With padding behind it, which the host cannot see, its tiles are whole."""
+    dim, heads = config.dim if config else 128, 2 * group
+    (m, n), (q_len, kv_len) = lengths, (x - y for x, y in zip(lengths, padding, strict=True))
+    q, k, v = normal(seed, torch.bfloat16, (m, heads, dim), (n, 2, dim), (n, 2, dim))
+    cu = [torch.tensor([0, max(x, 0)]) for x in (q_len, kv_len)]
+    sink = torch.randn(heads) if has_sink else None
+    options = (*cu, m, n, sink, *window, 0.0, dim**-0.5)
+    exact = reference.attention_varlen(*map(wide, (q, k, v, *options)))
+    q[max(q_len, 0) :] = k[kv_len:] = v[kv_len:] = math.nan
+    with simulation(seed=seed, residency=1 + seed % 5):
+        got = KERNEL.attention_varlen(q, k, v, *options, config)
+    assert_close(got, exact)
+
+
 @settings(max_examples=12)
 @given(
     config=st.sampled_from(CONFIGS[2:]),
@@ -129,9 +161,13 @@ def test_ordinary_parts_need_no_second_pass(
 
 def test_whole_waves_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    config = CONFIG.CONFIGS[128]
-    monkeypatch.setattr(KERNEL, "CUT_BELOW", 0.9)
-    assert KERNEL._shares(config, 8, 2048, 2048, -1, -1, 128) is None
-    assert KERNEL._shares(config, 10, 1792, 8192, -1, -1, 132) is not None  # 140 tiles
-    assert KERNEL._shares(config, 8, 4096, 16384, -1, 0, 132) is None
-    assert KERNEL._shares(config, 4, 4096, 4096, -1, 0, 132) is not None
+    monkeypatch.setattr(CUT, "CUT_BELOW", 0.9)
+
+    def cut(heads: int, q_len: int, kv_len: int, right: int, places: int = 132) -> Any:
+        config, device = CONFIG.CONFIGS[128], torch.device("cpu")
+        return CUT.cut_of(config, device, heads, q_len, kv_len, -1, right, places, right >= 0)
+
+    assert cut(8, 2048, 2048, -1, 128) is None
+    assert cut(10, 1792, 8192, -1) is not None  # 140 tiles
+    assert cut(8, 4096, 16384, 0) is None
+    assert cut(4, 4096, 4096, 0) is not None

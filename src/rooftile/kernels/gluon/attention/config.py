@@ -176,6 +176,12 @@ def columns_used(tile: int, columns: int) -> int:
     return tile * max(quarters, 2) // 4
 
 
+def box_columns(tile: int, columns: int) -> int:
+    """Of the boxes that a tile is loaded by: 64 where that spares the copy engine writing zeros."""
+    used = columns_used(tile, columns)
+    return 64 if used < tile and used % 64 == 0 else tile
+
+
 def heads_at_a_time(dim: int, q_len: int, head_bytes: int) -> int:
     """Key-value heads that causal tiles are taken from before those of others.
 

@@ -260,7 +260,7 @@ def attend_overlapped(
 
 
 @gluon.jit
-def _in_order(
+def attend_in_order(
     problem,
     q,
     k_ring,
@@ -283,15 +283,20 @@ def _in_order(
     dtype: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
+    skips: gl.constexpr = True,  # blocks that only other warpgroups see
+    o=None,  # of blocks before, None: there are none
 ):
     """As `attend_overlapped`, one step after the other: few registers, so that four warpgroups share an
     SM, and they overlap each other."""
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
-    skipped = _not_mine(problem, row0, last, blocks, offset, kv_len)
+    skipped = 0
+    if skips:
+        skipped = _not_mine(problem, row0, last, blocks, offset, kv_len)
     for _ in range(skipped):
         fill = _skip(k_ring, v_ring, fill)
-    o = zero_output(v_dim, problem.v_used)
+    if o is None:
+        o = zero_output(v_dim, problem.v_used)
     for i in range(skipped, blocks):
         n = last - i
         k_ring.arrived(fill)
@@ -439,7 +444,7 @@ def attend(
                 anchor,
             )
         else:
-            o, softmax, fill = _in_order(
+            o, softmax, fill = attend_in_order(
                 problem,
                 q,
                 k_ring,

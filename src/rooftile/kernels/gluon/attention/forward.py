@@ -12,34 +12,26 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
     CONFIGS,
-    CUT_BELOW,
     IN_TURN_Q_LEN,
-    MOST_TILES_CUT,
     MOST_TILES_SORTED,
     UNBOUNDED,
     Config,
+    box_columns,
     config_of,
     heads_at_a_time,
     typical_length,
 )
+from rooftile.kernels.gluon.attention.cut import cut_of
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
-from rooftile.kernels.gluon.counter import MOST_COUNTERS, address_of_counter, counter, counters
+from rooftile.kernels.gluon.counter import address_of_counter, counter, counters
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
 from rooftile.kernels.gluon.tile.rows import (
     addressable,
     describe,
     describe_ragged,
     is_addressable,
-)
-from rooftile.planning.key_shares import (
-    WORDS,
-    Shares,
-    blocks_of_keys,
-    least_clocks,
-    share_out,
-    whole_tiles,
 )
 
 _LOG2_E = 1.4426950408889634
@@ -192,9 +184,9 @@ def bind_attention(
     )
     section = min(heads * group_size, batch * num_heads)
     boxes = (
-        describe(q, 64, config.dim),
-        describe(k, config.block, config.dim),
-        describe(v, config.block, config.dim),
+        describe(q, 64, box_columns(config.dim, k_dim)),
+        describe(k, config.block, box_columns(config.dim, k_dim)),
+        describe(v, config.block, box_columns(config.dim, v_dim)),
         describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
         *(describe(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
     )
@@ -263,15 +255,12 @@ def bind_attention(
             launch.with_captured(bases, pointers, mods.captured)
         return out, lse
 
-    shares = None
-    if plain and num_tiles <= MOST_TILES_CUT * places and places * config.groups <= MOST_COUNTERS:
-        shares = _shares(config, batch * num_heads, q_len, kv_len, left, right, places)
-    if shares is None:
+    cut = cut_of(
+        *(config, device, batch * num_heads, q_len, kv_len, left, right, places), right >= 0
+    )
+    if cut is None or not plain:
         return run
-    words, num_parts = shares.table()
-    in_parts = launch_of(len(shares.items), len(words) // WORDS, 1, False, True)
-    like_parts = like_lse.new_empty(1).expand(num_parts, config.tile_rows, 1 + config.dim)
-    table: list[Tensor] = []  # of items, once it is on the device
+    in_parts = launch_of(cut.ctas, cut.places, 1, False, True)
 
     def run_in_parts(
         q: Tensor,
@@ -281,51 +270,19 @@ def bind_attention(
         slopes: Tensor | None = None,
         mods: Mods = NO_MODS,
     ) -> Result:
-        if not table:
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return run(q, k, v, sink)  # a table cannot be copied while a graph is captured
-            table.append(torch.tensor(words, dtype=torch.int32).to(device))
+        items = cut.items()
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (at_q | at_k | at_v) & 15:
+        if items is None or (at_q | at_k | at_v) & 15:
             return run(q, k, v, sink)
-        out, parts = torch.empty_like(like_out), torch.empty_like(like_parts)
-        lse = torch.empty_like(like_lse) if results > 1 else None
-        if sink is None and in_parts.is_ready:
-            at_out, at_items = out.data_ptr(), table[0].data_ptr()
-            at = 0 if lse is None else lse.data_ptr()
-            in_parts.at(
-                (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
-                (at, 0, 0, at_items, 0, 0, parts.data_ptr(), counters(device).data_ptr()),
-            )
-            return out, lse
-        if lse is None:
-            lse = torch.empty_like(like_lse)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         sinks = lse if sink is None else sink.float().contiguous()
         in_parts(
             (q, k, v, out, k, v) if anchored else (q, k, v, out),
-            (lse, sinks, lse, table[0], lse, lse, parts, counters(device)),
+            (lse, sinks, lse, items, lse, lse, cut.new_parts(), counters(device)),
         )
         return out, lse
 
     return run_in_parts
-
-
-def _shares(
-    config: Config, heads: int, q_len: int, kv_len: int, left: int, right: int, places: int
-) -> Shares | None:
-    """The items of a dense call's CTAs, or None where whole tiles take about as long."""
-    rows, block = config.tile_rows, config.block
-    of_head = [
-        blocks_of_keys(row0, rows, q_len, kv_len, left, right, block)
-        for row0 in range(0, q_len, rows)
-    ]
-    if right >= 0:  # as the kernel counts them
-        of_head.reverse()
-    limit = CUT_BELOW * whole_tiles(of_head, heads, places, config.costs)
-    if least_clocks(of_head, heads, places, config.costs) > limit:
-        return None
-    shares = share_out(of_head, heads, places, config.costs)
-    return shares if shares.clocks <= limit else None
 
 
 def bind_attention_varlen(
@@ -407,37 +364,37 @@ def bind_attention_varlen(
             (batch, tokens),
             (("tile_rows", config.tile_rows),),
         )
-    attend = Launch(
-        attention_kernel,
-        min(capacity * num_heads, places),
-        device,
-        q.dtype,
-        (
-            describe_ragged(q, 64, config.dim),
-            describe_ragged(k, config.block, config.dim),
-            describe_ragged(v, config.block, config.dim),
-            describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
-            *(describe_ragged(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
-        ),
-        (
-            *(batch, tokens, 0, num_heads, num_heads // k.shape[1], 0, 0, 0, 0, 0, 1),
-            *_numbers(left, right, softcap, scale, results),
-        ),
-        constants(
-            *(config, True, dynamic),
-            *(
-                left >= 0,
-                right >= 0,
-                softcap != 0,
-                sink is not None,
-                slopes is not None,
-            ),
-            *(k_dim, v_dim, *mods.functions, most_sorted),
-        ),
-        config.most_registers,
-        dependent=config.dependent,
-        absent=0 if config.anchored else 2,
+    boxes = (
+        describe_ragged(q, 64, box_columns(config.dim, k_dim)),
+        describe_ragged(k, config.block, box_columns(config.dim, k_dim)),
+        describe_ragged(v, config.block, box_columns(config.dim, v_dim)),
+        describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
+        *(describe_ragged(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
     )
+
+    def launch_of(ctas: int, num_items: int, dynamic: bool, split: bool) -> Launch:
+        return Launch(
+            attention_kernel,
+            ctas,
+            device,
+            q.dtype,
+            boxes,
+            (
+                *(batch, tokens, num_items, num_heads, num_heads // k.shape[1], 0, k.shape[0]),
+                *(0, 0, 0, 1),
+                *_numbers(left, right, softcap, scale, results),
+            ),
+            constants(
+                *(config, True, dynamic, left >= 0, right >= 0),
+                *(softcap != 0, sink is not None, slopes is not None, k_dim, v_dim),
+                *(*mods.functions, most_sorted, split),
+            ),
+            config.most_registers,
+            dependent=config.dependent,
+            absent=0 if config.anchored else 2,
+        )
+
+    attend = launch_of(min(capacity * num_heads, places), 0, dynamic, False)
     like_out, like_lse = _templates(q, v_dim)
     anchored, direct = config.anchored, not (list_tiles or any(changed))
     index = device.index or 0
@@ -493,7 +450,40 @@ def bind_attention_varlen(
             attend.with_captured(bases, pointers, mods.captured)
         return out, lse
 
-    return run
+    # Of one sequence the host knows the lengths, unless there is padding behind it.
+    if batch != 1 or any(changed) or max_q_len < tokens or max_kv_len < k.shape[0]:
+        return run
+    cut = cut_of(config, device, num_heads, tokens, k.shape[0], left, right, places, True)
+    if cut is None:
+        return run
+    if right >= 0:
+        cut.number_across_heads(-(-tokens // config.tile_rows), num_heads)
+    in_parts = launch_of(cut.ctas, cut.places, False, True)
+
+    def run_in_parts(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        sink: Tensor | None,
+        slopes: Tensor | None = None,
+        mods: Mods = NO_MODS,
+    ) -> Result:
+        items = cut.items()
+        if items is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return run(q, k, v, cu_q, cu_k, sink)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        cu_q = cu_q.to(torch.int32).contiguous() if other_q else cu_q
+        cu_k = cu_k.to(torch.int32).contiguous() if other_k else cu_k
+        sinks = lse if sink is None else sink.float().contiguous()
+        in_parts(
+            (q, k, v, out, k, v) if anchored else (q, k, v, out),
+            (lse, sinks, lse, items, cu_q, cu_k, cut.new_parts(), counters(device)),
+        )
+        return out, lse
+
+    return run_in_parts
 
 
 def _by_plan(

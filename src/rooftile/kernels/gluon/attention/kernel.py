@@ -16,7 +16,7 @@ from rooftile.kernels.gluon.attention.consumer import attend
 from rooftile.kernels.gluon.attention.problem import FIELDS, FIELDS_OF_PARTS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
-from rooftile.kernels.gluon.attention.shares import Shares
+from rooftile.kernels.gluon.attention.shares import Shares, is_one_sequence
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.tile.dependent import (
     await_kernels_before,
@@ -159,12 +159,17 @@ def attention_kernel(
         tile_rows: gl.constexpr = GROUP_ROWS * groups
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         starts = gl.allocate_shared_memory(gl.int16, [most_sorted], layout)
+        places = num_tiles
         num_tiles = num_heads * start_sequences(
             starts, cu_seqlens_q, cu_seqlens_k, batch, tokens, tile_rows, most_sorted
         )
     elif ragged:
         num_tiles = gl.load(entries) * num_heads
         entries = entries + ENTRY
+    as_planned = gl.to_tensor(True)
+    if ragged and split:
+        as_planned = is_one_sequence(cu_seqlens_q, cu_seqlens_k, tokens, kv_len)
+        num_tiles = gl.where(as_planned, places, num_tiles)
     problem = Problem(
         lse,
         sink,
@@ -208,7 +213,7 @@ def attention_kernel(
         software_share,
         own_output,
     )
-    shares = Shares(entries, parts, arrived, groups, v_dim, split)
+    shares = Shares(entries, parts, arrived, as_planned, groups, v_dim, split)
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:

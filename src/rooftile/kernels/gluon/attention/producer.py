@@ -21,7 +21,7 @@ def _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0):
         q_fill = problem.q_fill(q_turn, group)
         q_ring.acquire(q_fill)
         at = coordinates(problem.ragged, batch, head, q_start, q_len, row0 + group * GROUP_ROWS)
-        q_ring.load(q_fill, q_desc, at)
+        q_ring.load(q_fill, q_desc, at, problem.k_used)
 
 
 @gluon.jit
@@ -29,7 +29,7 @@ def _tile(problem, shares, t, last):
     """What tile t is, or that of the item at place t; beyond the last, something valid."""
     t = gl.minimum(t, last)
     if shares.split:
-        t = shares.word(t, TILE)
+        t = shares.word(t, TILE, t)
     return problem.tile(t)
 
 
@@ -48,17 +48,17 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
     last = problem.num_tiles - 1
     batch, head, row0, q_start, q_len, kv_start, kv_len = _tile(problem, shares, t, last)
     while t < problem.num_tiles:
+        first, blocks = problem.keys(row0, q_len, kv_len)
         if shares.split:
-            first, blocks = shares.word(t, FIRST_BLOCK), shares.word(t, NUM_BLOCKS)
-        else:
-            first, blocks = problem.keys(row0, q_len, kv_len)
+            first = shares.word(t, FIRST_BLOCK, first)
+            blocks = shares.word(t, NUM_BLOCKS, blocks)
         kv_head = head // problem.group_size
         if problem.own_output:
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         column0 = (first + blocks - 1) * problem.block
         at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
         k_ring.acquire(fill)
-        k_ring.load(fill, k_desc, at)
+        k_ring.load(fill, k_desc, at, problem.k_used)
         place = batch
         if problem.ragged and not problem.mods.any:
             place = kv_start
@@ -67,9 +67,10 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
         else:
             queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
         v_ring.acquire(fill)
-        v_ring.load(fill, v_desc, at)
+        v_ring.load(fill, v_desc, at, problem.v_used)
         fill = k_ring.after(fill)
-        t = shares.word(t, FOLLOWING) if shares.split else queue.draw(t)
+        after = queue.draw(t)
+        t = shares.word(t, FOLLOWING, after) if shares.split else after
         following = _tile(problem, shares, t, last)
         if not problem.own_output:  # Q waits until the tile before has left its place
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
@@ -78,9 +79,9 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
             column0 -= problem.block
             at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
             k_ring.acquire(fill)
-            k_ring.load(fill, k_desc, at)
+            k_ring.load(fill, k_desc, at, problem.k_used)
             v_ring.acquire(fill)
-            v_ring.load(fill, v_desc, at)
+            v_ring.load(fill, v_desc, at, problem.v_used)
             fill = k_ring.after(fill)
         slot = queue.after(slot)
         batch, head, row0, q_start, q_len, kv_start, kv_len = following

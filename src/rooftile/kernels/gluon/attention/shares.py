@@ -38,13 +38,15 @@ class Shares:
     items: gl.tensor  # pointer, [places, WORDS] int32
     parts: gl.tensor  # pointer, [parts, tile rows * (1 + columns)] float32: lse, then the output
     arrived: gl.tensor  # pointer, [cut tiles * groups] int32: 0 at launch, and again at the end
+    as_planned: gl.tensor  # False: lengths are others, CTAs take whole tiles
     groups: gl.constexpr
     columns: gl.constexpr  # of V's tiles
     split: gl.constexpr
 
     @gluon.jit
-    def word(self, place, i: gl.constexpr):
-        return gl.load(self.items + place * WORDS + i)
+    def word(self, place, i: gl.constexpr, other=-1):
+        """Word i of an item; `other` where tiles are whole."""
+        return gl.load(self.items + place * WORDS + i, mask=self.as_planned, other=other)
 
     @gluon.jit
     def has_first_keys(self, place):
@@ -68,6 +70,13 @@ class Shares:
         if last:
             gl.store(counter, 0)
         return last
+
+
+@gluon.jit
+def is_one_sequence(cu_seqlens_q, cu_seqlens_k, tokens, keys):
+    """Whether the first sequence of a ragged batch has all tokens and keys."""
+    q = (gl.load(cu_seqlens_q) == 0) & (gl.load(cu_seqlens_q + 1) == tokens)
+    return q & (gl.load(cu_seqlens_k) == 0) & (gl.load(cu_seqlens_k + 1) == keys)
 
 
 @gluon.jit

@@ -33,6 +33,20 @@ class Fill:
     phase: gl.tensor
 
 
+@gluon.constexpr_function
+def _shape(stages, box, columns):
+    return [stages, *box[:-1], columns]
+
+
+@gluon.jit
+def _along_columns(coordinates, column: gl.constexpr):
+    """Coordinates of 4 or 5 dimensions with another column."""
+    if len(coordinates) == 4:
+        return coordinates[0], coordinates[1], coordinates[2], column
+    else:
+        return coordinates[0], coordinates[1], coordinates[2], coordinates[3], column
+
+
 @gluon.jit
 def first_fill():
     return Fill(gl.to_tensor(0), gl.to_tensor(0))
@@ -73,11 +87,23 @@ class Ring:
         mbarrier.wait(self.empty.index(at.stage), at.phase ^ 1)
 
     @gluon.jit
-    def load(self, at, desc, coordinates):
-        """Producer: starts the copy of one box into the acquired stage."""
+    def load(self, at, desc, coordinates, used: gl.constexpr = None):
+        """Producer: starts the copy of one box into the acquired stage.
+
+        Boxes of 64 columns of a wider stage are copied one after the other, as many as hold the first
+        `used` columns; the stage's other columns keep what they hold.
+        """
         full = self.full.index(at.stage)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, coordinates, full, self.buffers.index(at.stage))
+        stage = self.buffers.index(at.stage)
+        width: gl.constexpr = desc.block_shape[len(desc.block_shape) - 1]
+        if width == self.columns:
+            mbarrier.expect(full, desc.block_type.nbytes)
+            tma_load(desc, coordinates, full, stage)
+        else:
+            mbarrier.expect(full, desc.block_type.nbytes * (used // width))
+            for i in gl.static_range(used // width):
+                box = stage.slice(i * width, width, len(desc.block_shape) - 1)
+                tma_load(desc, _along_columns(coordinates, i * width), full, box)
 
     @gluon.jit
     def arrived(self, at, pred=True):
@@ -123,7 +149,8 @@ def new_ring(
 def allocate_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: gl.constexpr):
     """A ring whose barriers are not initialised: Triton lets a CTA wait between two of one
     allocation, so a kernel of many rings starts sooner if it starts their stages side by side."""
-    buffers = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_shape, desc.layout)  # noqa: RUF005
+    shape: gl.constexpr = _shape(stages, desc.block_shape, columns)
+    buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     return Ring(buffers, full, empty, stages, rows, columns)
