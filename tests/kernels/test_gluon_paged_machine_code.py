@@ -49,9 +49,7 @@ def compiled(
     types["k_pages"] = types["v_pages"] = "*fp8e4nv" if quantised else "*bf16"
     types["k_desc"] = types["v_desc"] = descriptor_type(page, dtype)
     values = dict(constants(config, page_size, group_size, 4, quantised, *features))
-    return compile_for_hopper(
-        paged_kernel, types, values, most_registers=128 if config.ctas == 2 else None
-    )
+    return compile_for_hopper(paged_kernel, types, values, most_registers=config.most_registers)
 
 
 def check(code: MachineCode, config: Config, most_spills: int = 0) -> None:

@@ -18,6 +18,7 @@ from rooftile.kernels.gluon.tile.mma import (
     wait,
 )
 from rooftile.kernels.gluon.tile.softmax import soft_cap, start_softmax, start_softmax_at_sink
+from rooftile.kernels.triton_version import tma_store_wait
 
 
 @gluon.jit
@@ -42,7 +43,7 @@ def _gather(work, box, pages, table, key0, first_key, kv_len, head_at, pitch, st
 def attend_again(
     work,
     q,  # shared tile [64, k_dim]
-    box,  # shared tile [64, dim] for keys and for values in turn
+    box,  # shared tile [64, dim] for keys and for values in turn, where the output goes later
     request,
     last,  # the item's last KV tile
     tiles,
@@ -74,6 +75,7 @@ def attend_again(
     else:
         softmax = start_softmax(GROUP_ROWS, rows_of(S))
     o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
+    tma_store_wait(0)  # the output of the item before has left the box
     k_head = gl.cast(kv_head, gl.int64) * work.k_head_stride
     v_head = gl.cast(kv_head, gl.int64) * work.v_head_stride
     end = gl.minimum((last + 1) * work.block, kv_len)

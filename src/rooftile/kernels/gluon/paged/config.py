@@ -10,13 +10,17 @@ class Config:
     dim: int  # of the tiles; smaller head dims are filled up with zeros by the copy engine
     groups: int  # consumer warpgroups of 64 packed rows
     block: int  # keys per tile
-    stages: int
+    stages: int  # of values, and of keys unless `k_stages` says otherwise
     registers: tuple[int, int]  # of the second consumer, and of the producer
     few: int = 0  # packed rows of an item, where these are columns of products; 0: 64 a group
     ctas: int = 1  # on an SM
     q_stages: int = 2  # tiles of Q of a warpgroup
+    k_stages: int = 0  # 0: as many as of values
+    own_output: bool = False  # outputs, and keys and values of a second pass, have their own memory
     lazy: bool = True
     anchored: bool = False  # the row maximum is that of an item's last keys: OnlineSoftmax.weigh
+    overlapped: bool = True  # the softmax of a tile runs under the product of the one before
+    sums_in_parts: bool = False  # lanes exchange their sums once an item, not once a tile
     item_cost: int = 1500  # clocks beyond the tiles
     min_piece: int = 1  # KV tiles
     drawn: bool = False  # shares, or whole strips, go to whichever CTA is free
@@ -27,6 +31,23 @@ class Config:
         """Sizes of query tiles."""
         rows = self.few or 64
         return tuple(rows * n for n in range(1, self.groups + 1))
+
+    def __post_init__(self) -> None:
+        if self.anchored and not self.own_output:
+            raise ValueError("an anchored maximum needs own_output: the memory of its second pass")
+        if self.k_stages not in (0, self.stages) and (self.loaders == 1 or not self.overlapped):
+            raise ValueError(
+                f"k_stages is {self.k_stages} and stages {self.stages}; they may differ where keys and "
+                f"values have a warp each, and are overlapped"
+            )
+
+    @property
+    def most_registers(self) -> int | None:
+        """Registers a thread at launch, so that `ctas` fit; `None`: what a lone CTA may have."""
+        if self.ctas == 1:
+            return None
+        warps = 4 * (self.groups + 1)  # the producers' warps count as four
+        return 2**16 // (32 * warps * self.ctas) // 8 * 8
 
 
 # For each head dim, by packed rows of the longest request. H200, bf16, page 16, 32/8 heads, us with one CTA
@@ -61,8 +82,21 @@ LONG = {128: Config(128, 1, 128, 2, (0, 112), few=8)}
 # An anchored maximum (when dense attention has one too), share without and with it: causal b8 s2048 0.92
 # 0.90, b2 s8192 0.91 0.93, b1 s16384 0.91 0.95; full b8 s2048 0.93 0.96, b2 s8192 0.90 0.97; d64 0.76 0.87.
 LARGE = {
-    64: Config(64, 2, 128, 4, (224, 56), drawn=True, loaders=2, anchored=True),
-    128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2, anchored=True),
+    64: Config(
+        64,
+        2,
+        64,
+        4,
+        (104, 32),
+        ctas=2,
+        drawn=True,
+        loaders=2,
+        anchored=True,
+        overlapped=False,
+        sums_in_parts=True,
+        own_output=True,
+    ),
+    128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2, anchored=True, own_output=True),
     256: Config(256, 2, 64, 2, (224, 56), q_stages=1, drawn=True),
 }
 # Pages of 8-bit numbers, whose boxes are 128 columns wide. One CTA of 6 stages of 128 keys, two of 5

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rooftile.kernels.gluon.attention.consumer import hide, next_block
+from rooftile.kernels.gluon.attention.consumer import attend_in_order, hide, next_block
 from rooftile.kernels.gluon.paged.again import attend_again
 from rooftile.kernels.gluon.paged.join import arrive_last, join_parts
 from rooftile.kernels.gluon.paged.rows import clear_padding, loading_layout, store_lse, store_rows
@@ -42,6 +42,7 @@ from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.softmax import (
     OVERFLOW,
     OnlineSoftmax,
+    in_parts,
     soft_cap,
     start_softmax,
     start_softmax_at_sink,
@@ -73,14 +74,6 @@ def _next_queries(work, q_ring, q_fill, turn, group: gl.constexpr):
 
 
 @gluon.jit
-def _give_back(work, q_ring, q_before, started):
-    """Gives back the tile of queries of the item before, which its output has left in the meantime."""
-    if work.packed > 0 and work.q_stages == 2:
-        tma_store_wait(0)
-        q_ring.release(q_before, pred=started)
-
-
-@gluon.jit
 def _whole_tiles(work, first_row, end_row, offset, kv_len):
     """KV tiles low .. high - 1 are seen whole by each of the packed rows; others need a mask."""
     low = 0
@@ -104,7 +97,36 @@ def _anchor(work, first_row, offset, kv_len):
 
 
 @gluon.jit
-def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.constexpr):
+def _again(
+    work,
+    queue,
+    slot,
+    q,
+    outs,
+    dtype: gl.constexpr,
+    group: gl.constexpr,
+    S: gl.constexpr,
+    O: gl.constexpr,  # noqa: E741
+):
+    """Output, reciprocal sums and lse of an item that `attend_again` attends.
+
+    What the item is comes from its message once more: the loops have no registers to keep it in.
+    """
+    first_row = queue.field(slot, FIRST_ROW) + group * GROUP_ROWS
+    o, maximum, total = attend_again(
+        work, q, outs.ring.buffers.index(group), queue.field(slot, OF_REQUEST), queue.field(slot, LAST),
+        queue.field(slot, TILES), first_row, queue.field(slot, END_ROW), queue.field(slot, SLOT),
+        queue.field(slot, HEAD), queue.field(slot, QUERIES), queue.field(slot, KEYS), dtype,
+        outs.columns,
+    )  # fmt: skip
+    softmax = OnlineSoftmax(
+        gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+    )
+    return o, gl.convert_layout(softmax.reciprocal(), rows_of(O)), softmax.lse()
+
+
+@gluon.jit
+def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.constexpr):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
     block: gl.constexpr = work.block
     k_dim: gl.constexpr = k_ring.columns
@@ -118,30 +140,19 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
 
     start_turns(group, work.turns)
     fill = first_fill()
+    v_fill = first_fill()
     slot = first_fill()
     turn = first_fill()
-    q_before = work.q_fill(turn, group)
-    started = False
     queue.arrived(slot)
     more = queue.field(slot, MORE)
     while more > 0:
         tiles = queue.field(slot, TILES)
         last = queue.field(slot, LAST)
-        kv_head = queue.field(slot, HEAD)
-        item_row = queue.field(slot, FIRST_ROW)
         end_row = queue.field(slot, END_ROW)
-        part = queue.field(slot, SLOT)
-        token = queue.field(slot, TOKEN)
         q_len = queue.field(slot, QUERIES)
         kv_len = queue.field(slot, KEYS)
-        merge = queue.field(slot, JOINED_BY)
-        request = queue.field(slot, OF_REQUEST)
-        queue.release(slot)
-        words = work.plan + work.merges_at + merge * MERGE_WORDS
-        first_part = gl.load(words + FIRST_PART, mask=merge >= 0, other=0)
-        parts = gl.load(words + PARTS, mask=merge >= 0, other=0)
         offset = kv_len - q_len
-        first_row = item_row + group * GROUP_ROWS
+        first_row = queue.field(slot, FIRST_ROW) + group * GROUP_ROWS
         rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
         q_fill = work.q_fill(turn, group)
         if work.packed > 0:
@@ -153,7 +164,6 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
             rotation, border = work.first_rotation(last, kv_len)
         if first_row >= end_row:
             # Nothing of this item is this group's.
-            _give_back(work, q_ring, q_before, started)
             for i in range(tiles):
                 if work.rotations > 1 and work.packed > 0:  # noqa: SIM102
                     if last - i < border:
@@ -163,24 +173,70 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
                 pass_turn(group, work.turns)
                 k_ring.arrived(fill)
                 k_ring.release(fill)
-                v_ring.arrived(fill)
-                v_ring.release(fill)
+                v_ring.arrived(v_fill)
+                v_ring.release(v_fill)
                 fill = k_ring.after(fill)
+                v_fill = v_ring.after(v_fill)
+            if work.packed > 0 and work.q_with_values:
+                q_ring.release(q_fill)
         else:
             q = q_ring.tile(q_fill)
             if work.packed == 0:
-                rotated = token + rotation * work.tokens
+                rotated = queue.field(slot, TOKEN) + rotation * work.tokens
+                kv_head = queue.field(slot, HEAD)
                 _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
             if work.has_sink:
+                kv_head = queue.field(slot, HEAD)
                 head = kv_head * work.heads_of_group() + rows % work.heads_of_group()
+                whole = queue.field(slot, SLOT) < 0
                 sinks = gl.load(
-                    work.sink + head, mask=(rows < end_row) & (part < 0), other=float("-inf")
+                    work.sink + head, mask=(rows < end_row) & whole, other=float("-inf")
                 )
                 softmax = start_softmax_at_sink(sinks, GROUP_ROWS, rows_of(S))
             else:
                 softmax = start_softmax(GROUP_ROWS, rows_of(S))
             o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
-            if tiles > 0:
+            if not work.overlapped:
+                if work.sums_in_parts:
+                    softmax = in_parts(softmax, GROUP_ROWS)
+                low, high = _whole_tiles(work, first_row, end_row, offset, kv_len)
+                anchor = _anchor(work, first_row, offset, kv_len)
+                positions = rows // work.heads_of_group()
+                if work.rotations == 1:
+                    o, softmax, fill = attend_in_order(
+                        work, q, k_ring, v_ring, fill, tiles, last, softmax, positions, columns,
+                        low, high, offset, kv_len, first_row, None, 0, 0, anchor, dtype, S, O,
+                        False, o,
+                    )  # fmt: skip
+                else:
+                    first_tile = last + 1 - tiles
+                    for run in range(work.runs(rotation, first_tile, kv_len)):
+                        if run > 0:
+                            rotation, border = work.next_rotation(rotation, border)
+                            if work.packed > 0:
+                                q_fill, turn = _next_queries(work, q_ring, q_fill, turn, group)
+                            else:
+                                rotated = queue.field(slot, TOKEN) + rotation * work.tokens
+                                kv_head = queue.field(slot, HEAD)
+                                _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
+                        q = q_ring.tile(q_fill)
+                        run_begin = gl.maximum(border, first_tile)
+                        o, softmax, fill = attend_in_order(
+                            work, q, k_ring, v_ring, fill, last + 1 - run_begin, last, softmax,
+                            positions, columns, low, high, offset, kv_len, first_row, None, 0, 0,
+                            anchor, dtype, S, O, False, o,
+                        )  # fmt: skip
+                        last = run_begin - 1
+                softmax = softmax.joined(rows_of(S))
+                v_fill = fill  # both rings have as many stages
+                inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
+                lse = softmax.lse()
+                if work.anchored:  # noqa: SIM102, known at compile time
+                    if gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0:
+                        o, inverse, lse = _again(
+                            work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
+                        )
+            elif tiles > 0:
                 # The first tile, the last of the keys: nothing to overlap it with.
                 k_ring.arrived(fill)
                 take_turn(group, work.turns)
@@ -200,22 +256,20 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
                     s = hide(work, s, positions, last * block + columns, offset, kv_len)
                 p, _alpha, softmax = softmax.step(s, factor, work.lazy, work.software_share)
                 weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
-                v_fill = fill
                 fill = k_ring.after(fill)
-                _give_back(work, q_ring, q_before, started)
                 follows = tiles > 1
                 if work.rotations > 1:
                     follows = follows & (last - 1 >= border)
                 k_ring.arrived(fill, pred=follows)
                 for i in range(1, tiles):
-                    at = fill
                     if work.rotations > 1:  # noqa: SIM102, the first is known at compile time
                         if last - i < border:
                             rotation, border = work.next_rotation(rotation, border)
                             if work.packed > 0:
                                 q_fill, turn = _next_queries(work, q_ring, q_fill, turn, group)
                             else:
-                                rotated = token + rotation * work.tokens
+                                rotated = queue.field(slot, TOKEN) + rotation * work.tokens
+                                kv_head = queue.field(slot, HEAD)
                                 _load_queries(work, q, first_row, end_row, rotated, kv_head, k_dim)
                             k_ring.arrived(fill)
                     follows = i + 1 < tiles
@@ -247,7 +301,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
                         anchored=work.anchored,
                         anchor=anchor,
                     )
-                    v_fill = at
+                    v_fill = v_ring.after(v_fill)
                 v_ring.arrived(v_fill)
                 o = multiply(weights, v_ring.tile(v_fill), o)
                 # Under the last product: what the sums of weights say.
@@ -255,50 +309,66 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, boxes, group: gl.c
                 if work.anchored:
                     # Also where it is NaN: infinity that a later rescaling multiplied with 0.
                     too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+                if work.packed > 0 and work.q_with_values:
+                    # The next item's may come. A second pass needs these; it comes to its end without.
+                    q_ring.release(q_fill, pred=not too_large)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse()
                 o, weights, inverse, lse = wait(0, deps=[o, weights, inverse, lse])
                 v_ring.release(v_fill)
+                v_fill = v_ring.after(v_fill)
                 if work.anchored:  # noqa: SIM102, known at compile time
                     if too_large:
-                        o, maximum, total = attend_again(
-                            work, q_ring.tile(q_fill), boxes.index(group), request, last, tiles,
-                            first_row, end_row, part, kv_head, q_len, kv_len, dtype, v_dim,
-                        )  # fmt: skip
-                        softmax = OnlineSoftmax(
-                            gl.convert_layout(maximum, rows_of(S)),
-                            gl.convert_layout(total, rows_of(S)),
+                        o, inverse, lse = _again(
+                            work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )
-                        inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
-                        lse = softmax.lse()
+                        if work.packed > 0 and work.q_with_values:
+                            q_ring.release(q_fill)
             else:
-                _give_back(work, q_ring, q_before, started)
+                if work.packed > 0 and work.q_with_values:
+                    q_ring.release(q_fill)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse()
             o = o * gl.expand_dims(inverse, 1)
+            # What the item is, from its message once more, for the same reason.
+            item_row = queue.field(slot, FIRST_ROW)
+            first_row = item_row + group * GROUP_ROWS
+            rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
+            end_row = queue.field(slot, END_ROW)
+            part = queue.field(slot, SLOT)
+            token = queue.field(slot, TOKEN)
+            kv_head = queue.field(slot, HEAD)
             if work.packed > 0 and part < 0:
-                q_ring.tile(q_fill).store(o.to(dtype))
+                # Through shared memory of its own where there is room, else in the place of its queries.
+                place = group if work.own_output else q_fill.stage
+                if work.own_output:
+                    tma_store_wait(0)
+                outs.ring.buffers.index(place).store(o.to(dtype))
                 fence_async_shared()
                 token0 = first_row // work.packed
-                corner = packed_corner(kv_head * work.packed, token, q_len, token0)
-                q_ring.put(q_fill, o_desc, corner)
+                corner = packed_corner(
+                    kv_head * work.packed, token, queue.field(slot, QUERIES), token0
+                )
+                outs.put(place, o_desc, corner)
                 store_lse(work, lse, rows, end_row, token, kv_head)
             else:
                 store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, O)
-                if merge >= 0:  # noqa: SIM102, `and` would always count
+                merge = queue.field(slot, JOINED_BY)
+                if merge >= 0:
+                    words = work.plan + work.merges_at + merge * MERGE_WORDS
+                    parts = gl.load(words + PARTS)
                     if arrive_last(work, merge, parts, group):
-                        first = first_part + group * GROUP_ROWS
+                        first = gl.load(words + FIRST_PART) + group * GROUP_ROWS
                         ends = gl.minimum(end_row, first_row + GROUP_ROWS)
                         join_parts(
                             work, first, parts, first_row, ends, token, kv_head, GROUP_ROWS, v_dim
                         )
         if work.packed > 0:
-            if work.q_stages == 1:
+            if not work.own_output:
                 tma_store_wait(0)
+            if not work.q_with_values:
                 q_ring.release(q_fill)
-            else:
-                q_before = q_fill
-                started = True
+        queue.release(slot)
         slot = queue.after(slot)
         queue.arrived(slot)
         more = queue.field(slot, MORE)

@@ -125,6 +125,8 @@ def _kind_of_call(
     block = config.block
     if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(right):
         config = replace(config, anchored=False)
+    if chunk_len and config.loaders == 2:  # rotations of the queries come one after the other
+        config = replace(config, k_stages=0, q_stages=2)
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
     # only say what a tile of Q consists of.
     rows = config.few or 64
@@ -165,7 +167,7 @@ def _kind_of_call(
                 rotations,
             )
         ),
-        most_registers=128 if config.ctas == 2 else None,
+        most_registers=config.most_registers,
         dependent=True,
     )
     partial_rows = max(layout.partial_rows, 1)

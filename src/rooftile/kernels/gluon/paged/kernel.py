@@ -8,14 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from rooftile.kernels.gluon.attention.problem import Inlined
 from rooftile.kernels.gluon.paged.config import Config
 from rooftile.kernels.gluon.paged.consumer import attend_items
 from rooftile.kernels.gluon.paged.few import attend_few
 from rooftile.kernels.gluon.paged.producer import load_items, load_values
 from rooftile.kernels.gluon.paged.work import FIELDS, Work
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
+from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
-from rooftile.kernels.gluon.tile.pages import new_page_ring
+from rooftile.kernels.gluon.tile.pages import allocate_page_ring, new_page_ring
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 _UNSPECIALISED = [
@@ -105,15 +107,19 @@ def paged_kernel(
     few: gl.constexpr,
     groups: gl.constexpr,
     block: gl.constexpr,
-    stages: gl.constexpr,
+    k_stages: gl.constexpr,
+    v_stages: gl.constexpr,
     lazy: gl.constexpr,
     anchored: gl.constexpr,
+    overlapped: gl.constexpr,
+    sums_in_parts: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
     page_size: gl.constexpr,
     packed: gl.constexpr,
     group: gl.constexpr,
     q_stages: gl.constexpr,
+    own_output: gl.constexpr,
     quantised: gl.constexpr,
     has_left: gl.constexpr,
     has_right: gl.constexpr,
@@ -125,6 +131,8 @@ def paged_kernel(
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     let_dependents_start()
+    # Of queries, keys, values and the output; a descriptor is a map and two numbers a dimension.
+    prefetch_maps("paged_kernel", (0, 11, 22, 33))
     work = Work(
         q,
         out,
@@ -168,6 +176,8 @@ def paged_kernel(
         packed,
         group,
         q_stages,
+        own_output,
+        q_stages == 1 and loaders == 2,
         quantised,
         has_left,
         has_right,
@@ -176,15 +186,20 @@ def paged_kernel(
         rotations,
         groups,
         block,
-        groups,
+        groups if overlapped else 1,
         lazy,
         anchored,
         0,
+        overlapped,
+        sums_in_parts,
+        k_dim,
+        v_dim,
+        Inlined(None, None, (), (), False),
         drawn,
         loaders,
     )
-    k_ring = new_page_ring(k_desc, block, k_dim, stages, groups)
-    v_ring = new_page_ring(v_desc, block, v_dim, stages, groups)
+    k_ring = new_page_ring(k_desc, block, k_dim, k_stages, groups)
+    v_ring = new_page_ring(v_desc, block, v_dim, v_stages, groups)
     queue = new_queue(plan, FIELDS, groups + loaders - 1, False)
     fence_async_shared()
     await_kernels_before()  # before the other roles begin
@@ -220,7 +235,7 @@ def paged_kernel(
                         (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-                    (load_values, (work, queue, v_desc, v_ring)),
+                    (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
                 ],
                 [1, 1],
                 [producer_registers, producer_registers],
@@ -243,19 +258,13 @@ def paged_kernel(
             )
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
-        if anchored:
-            box: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-                [GROUP_ROWS, k_dim], k_desc.dtype
-            )
-            boxes = gl.allocate_shared_memory(k_desc.dtype, [groups, GROUP_ROWS, k_dim], box)
-        else:
-            boxes = q_ring.ring.buffers  # of no use
+        outs = allocate_page_ring(o_desc, GROUP_ROWS, v_dim, groups) if own_output else q_ring
         if groups == 1 and loaders == 1:
             gl.warp_specialize(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
@@ -267,10 +276,10 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-                    (load_values, (work, queue, v_desc, v_ring)),
+                    (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
                 ],
                 [1, 1],
                 [producer_registers, producer_registers],
@@ -280,11 +289,11 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
                     ),
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(1)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(1)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
@@ -296,14 +305,14 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
                     ),
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, boxes, gl.constexpr(1)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(1)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-                    (load_values, (work, queue, v_desc, v_ring)),
+                    (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
                 ],
                 [4, 1, 1],
                 [consumer_registers, producer_registers, producer_registers],
@@ -330,15 +339,19 @@ def constants(
         ("few", config.few),
         ("groups", config.groups),
         ("block", config.block),
-        ("stages", config.stages),
+        ("k_stages", config.k_stages or config.stages),
+        ("v_stages", config.stages),
         ("lazy", config.lazy),
         ("anchored", config.anchored),
+        ("overlapped", config.overlapped),
+        ("sums_in_parts", config.sums_in_parts),
         ("consumer_registers", config.registers[0]),
         ("producer_registers", config.registers[1]),
         ("page_size", page_size),
         ("packed", packed),
         ("group", group),
         ("q_stages", config.q_stages),
+        ("own_output", config.own_output),
         ("quantised", quantised),
         ("has_left", has_left),
         ("has_right", has_right),

@@ -25,6 +25,7 @@ from rooftile.kernels.gluon.paged.work import (
     ROW_BEGIN,
     ROW_END,
     TILES,
+    TOKEN,
     WARP,
     pick,
 )
@@ -135,6 +136,58 @@ def _load_next(
 
 
 @gluon.jit
+def _place(work, request, last, row_begin, q_len, kv_len, boxes: gl.constexpr):
+    """An item's page table, its first key in sight, and which window of the table has its last tile."""
+    table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
+    first_key = 0
+    if work.has_left:
+        first_key = kv_len - q_len + row_begin // work.heads_of_group() - work.left
+    return table, first_key, _number_of(work, last, boxes)
+
+
+@gluon.jit
+def _place_of(work, words, boxes: gl.constexpr):
+    row_begin, q_len, kv_len = pick(words, ROW_BEGIN), pick(words, Q_LEN), pick(words, KV_LEN)
+    last = pick(words, KV_END) - 1
+    return _place(work, pick(words, REQUEST), last, row_begin, q_len, kv_len, boxes)
+
+
+@gluon.jit
+def _windows(work, table, first_key, number, kv_len):
+    """The windows of a page table with an item's last tiles, and with those before."""
+    window = _window(work, table, number, first_key, kv_len)
+    return window, _window(work, table, number - 1, first_key, kv_len)
+
+
+@gluon.jit
+def _announce(work, queue, slot, words, there, boxes: gl.constexpr):
+    """Tells the other roles what an item is, and starts to look up its pages: in time, while all are
+    busy with the item before."""
+    kv_end = pick(words, KV_END)
+    kv_len = pick(words, KV_LEN)
+    table, first_key, number = _place_of(work, words, boxes)
+    window, before = _windows(work, table, first_key, number, kv_len)
+    queue.send(
+        slot,
+        (
+            gl.where(there, 1, 0),
+            kv_end - pick(words, KV_BEGIN),
+            kv_end - 1,
+            pick(words, KV_HEAD),
+            pick(words, ROW_BEGIN),
+            pick(words, ROW_END),
+            pick(words, PARTIAL_ROW),
+            pick(words, Q_BEGIN),
+            pick(words, Q_LEN),
+            kv_len,
+            pick(words, MERGE),
+            pick(words, REQUEST),
+        ),
+    )
+    return queue.after(slot), window, before
+
+
+@gluon.jit
 def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """Tells the consumers what each item is, and loads it, last keys first."""
     boxes: gl.constexpr = k_ring.pages
@@ -142,57 +195,35 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     slot = first_fill()
     turn = first_fill()
     share, item, following, words, common, end = work.first_item()
+    slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     while share < end:
-        request = pick(words, REQUEST)
         kv_head = pick(words, KV_HEAD)
         kv_begin = pick(words, KV_BEGIN)
         kv_end = pick(words, KV_END)
         kv_len = pick(words, KV_LEN)
-        q_len = pick(words, Q_LEN)
-        row_begin = pick(words, ROW_BEGIN)
-        tiles = kv_end - kv_begin
-        table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
-        first_key = 0
-        if work.has_left:
-            first_key = kv_len - q_len + row_begin // work.heads_of_group() - work.left
-        number = _number_of(work, kv_end - 1, boxes)
-        window = _window(work, table, number, first_key, kv_len)
-        before = _window(work, table, number - 1, first_key, kv_len)
-        q_begin = pick(words, Q_BEGIN)
-        queue.send(
-            slot,
-            (
-                1,
-                tiles,
-                kv_end - 1,
-                kv_head,
-                row_begin,
-                pick(words, ROW_END),
-                pick(words, PARTIAL_ROW),
-                q_begin,
-                q_len,
-                kv_len,
-                pick(words, MERGE),
-                request,
-            ),
-        )
-        slot = queue.after(slot)
-        queries = (kv_head, row_begin, q_begin, q_len)
+        table, first_key, number = _place_of(work, words, boxes)
+        queries = (kv_head, pick(words, ROW_BEGIN), pick(words, Q_BEGIN), pick(words, Q_LEN))
         if work.rotations == 1:
-            if work.packed > 0:
+            tiles = kv_end - kv_begin
+            if work.packed > 0 and not work.q_with_values:
                 turn = _fetch_queries(work, q_ring, q_desc, turn, 0, *queries)
-            for i in range(tiles):
-                fill, number, window, before = _load_next(
-                    work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
-                    window, before, first_key, kv_len, kv_head,
-                )  # fmt: skip
-                if i == gl.minimum(k_ring.ring.stages, tiles) - 1:
+            next_window, next_before = window, before
+            # An item without keys has a turn all the same: what follows it is found out then.
+            for i in range(gl.maximum(tiles, 1)):
+                if i < tiles:
+                    fill, number, window, before = _load_next(
+                        work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
+                        window, before, first_key, kv_len, kv_head,
+                    )  # fmt: skip
+                if i == gl.maximum(gl.minimum(k_ring.ring.stages, tiles), 1) - 1:
                     # What comes next is found out when there is nothing left to do but wait.
                     share, item, following, words = work.next_item(
                         share, item, following, common, end
                     )
-            if tiles == 0:
-                share, item, following, words = work.next_item(share, item, following, common, end)
+                    slot, next_window, next_before = _announce(
+                        work, queue, slot, words, share < end, boxes
+                    )
+            window, before = next_window, next_before
         else:
             rotation, border = work.first_rotation(kv_end - 1, kv_len)
             for _run in range(work.runs(rotation, kv_begin, kv_len)):
@@ -207,41 +238,62 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 kv_end = run_begin
                 rotation, border = work.next_rotation(rotation, border)
             share, item, following, words = work.next_item(share, item, following, common, end)
+            slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     work.finish()
-    queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
-def load_values(work, queue, v_desc, v_ring):
-    """Loads the values of every item that `load_items` tells of."""
+def _place_in(work, queue, slot, boxes: gl.constexpr):
+    """`_place` of an item whose message has arrived."""
+    q_len = queue.field_of_warp(slot, QUERIES)
+    kv_len = queue.field_of_warp(slot, KEYS)
+    row_begin = queue.field_of_warp(slot, FIRST_ROW)
+    last = queue.field_of_warp(slot, LAST)
+    request = queue.field_of_warp(slot, OF_REQUEST)
+    return _place(work, request, last, row_begin, q_len, kv_len, boxes)
+
+
+@gluon.jit
+def _next_values(work, queue, slot, boxes: gl.constexpr):
+    """Waits for the message of the next item, and starts to look up its pages."""
+    queue.arrived(slot)
+    table, first_key, number = _place_in(work, queue, slot, boxes)
+    return _windows(work, table, first_key, number, queue.field_of_warp(slot, KEYS))
+
+
+@gluon.jit
+def load_values(work, queue, q_desc, v_desc, q_ring, v_ring):
+    """Loads the values of every item that `load_items` tells of, and its queries where they have one
+    stage: keys then need not wait until those of the item before are done with."""
     boxes: gl.constexpr = v_ring.pages
     fill = first_fill()
     slot = first_fill()
-    queue.arrived(slot)
+    turn = first_fill()
+    window, before = _next_values(work, queue, slot, boxes)
     more = queue.field_of_warp(slot, MORE)
     while more > 0:
         tiles = queue.field_of_warp(slot, TILES)
         last = queue.field_of_warp(slot, LAST)
         kv_head = queue.field_of_warp(slot, HEAD)
-        row_begin = queue.field_of_warp(slot, FIRST_ROW)
-        q_len = queue.field_of_warp(slot, QUERIES)
         kv_len = queue.field_of_warp(slot, KEYS)
-        request = queue.field_of_warp(slot, OF_REQUEST)
+        table, first_key, number = _place_in(work, queue, slot, boxes)
+        if work.packed > 0 and work.q_with_values:
+            row_begin = queue.field_of_warp(slot, FIRST_ROW)
+            q_begin = queue.field_of_warp(slot, TOKEN)
+            q_len = queue.field_of_warp(slot, QUERIES)
+            turn = _fetch_queries(work, q_ring, q_desc, turn, 0, kv_head, row_begin, q_begin, q_len)
         queue.release(slot)
-        table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
-        first_key = 0
-        if work.has_left:
-            first_key = kv_len - q_len + row_begin // work.heads_of_group() - work.left
-        number = _number_of(work, last, boxes)
-        window = _window(work, table, number, first_key, kv_len)
-        before = _window(work, table, number - 1, first_key, kv_len)
-        for i in range(tiles):
-            found, number, window, before = _find(
-                work, table, last - i, number, window, before, first_key, kv_len, boxes
-            )
-            seen = (first_key, kv_len, kv_head)
-            _load_tile(work, v_ring, fill, v_desc, found, last - i, *seen, work.v_pitch, boxes)
-            fill = v_ring.after(fill)
         slot = queue.after(slot)
-        queue.arrived(slot)
+        next_window, next_before = window, before
+        for i in range(gl.maximum(tiles, 1)):
+            if i < tiles:
+                found, number, window, before = _find(
+                    work, table, last - i, number, window, before, first_key, kv_len, boxes
+                )
+                seen = (first_key, kv_len, kv_head)
+                _load_tile(work, v_ring, fill, v_desc, found, last - i, *seen, work.v_pitch, boxes)
+                fill = v_ring.after(fill)
+            if i == gl.maximum(gl.minimum(v_ring.ring.stages, tiles), 1) - 1:
+                next_window, next_before = _next_values(work, queue, slot, boxes)
+        window, before = next_window, next_before
         more = queue.field_of_warp(slot, MORE)

@@ -4,6 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.attention.problem import Inlined
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import Fill
 
@@ -105,6 +106,8 @@ class Work:
     )  # group size where tiles of Q and the output are boxes; 0: rows are gathered
     group: gl.constexpr  # group size where it is a power of two, else 0
     q_stages: gl.constexpr  # of a warpgroup
+    own_output: gl.constexpr  # the output goes through shared memory of its own
+    q_with_values: gl.constexpr  # queries are loaded by who loads values, and given back early
     quantised: gl.constexpr  # pages of 8-bit numbers
     has_left: gl.constexpr
     has_right: gl.constexpr
@@ -117,6 +120,11 @@ class Work:
     lazy: gl.constexpr
     anchored: gl.constexpr  # the row maximum is that of an item's last keys
     software_share: gl.constexpr
+    overlapped: gl.constexpr  # the softmax of a tile runs under the product of the one before
+    sums_in_parts: gl.constexpr  # see softmax.in_parts
+    k_used: gl.constexpr  # columns of products
+    v_used: gl.constexpr
+    mods: Inlined  # functions of the caller: none
     drawn: gl.constexpr  # shares go to whichever CTA is free
     loaders: gl.constexpr  # warps that load: 2 have keys and values to themselves
 
@@ -166,8 +174,11 @@ class Work:
         lane = gl.arange(0, WARP, LANES)
         run = gl.load(self.plan + self.ctas_at + 2 * share + lane, mask=lane < 2, other=0)
         common = 0
+        words = run
         if self.drawn:
             common = gl.load(self.plan + COMMON)
+            # What it is if all are drawn, without waiting to know whether they are.
+            words = self.words(self.plan + self.items_at + share * ITEM_WORDS, True)
         first = pick(run, 0)
         count = pick(run, 1)
         if common > 0:
@@ -177,7 +188,9 @@ class Work:
         item = self.plan + self.items_at + first * ITEM_WORDS
         if count == 0:
             share, item, count = self.next_share(common, end)
-        return share, item, count - 1, self.words(item, share < end), common, end
+        if (common == 0) | (share != gl.program_id(0)):
+            words = self.words(item, share < end)
+        return share, item, count - 1, words, common, end
 
     @gluon.jit
     def next_item(self, share, item, following, common, end):

@@ -50,6 +50,11 @@ class PageRing:
     bytes: gl.constexpr  # of a stage
 
     @gluon.jit
+    def start(self, i: gl.constexpr, consumers: gl.constexpr):
+        """Initialises the barriers of stage i, if there is one."""
+        self.ring.start(i, consumers)
+
+    @gluon.jit
     def after(self, at):
         return self.ring.after(at)
 
@@ -77,10 +82,10 @@ class PageRing:
             tma_load(desc, corner + (half * self.box_columns,), full, target)  # noqa: RUF005
 
     @gluon.jit
-    def put(self, at, desc, corner):
-        """Consumer: starts the copy of a tile of one box along the rows out of its stage."""
+    def put(self, stage, desc, corner):
+        """Consumer: starts the copy of a tile of one box along the rows out of a stage."""
         for half in gl.static_range(self.halves):
-            box = self.boxes.index(at.stage * self.halves + half)
+            box = self.boxes.index(stage * self.halves + half)
             tma_store(desc, corner + (half * self.box_columns,), box)  # noqa: RUF005
 
     @gluon.jit
@@ -117,13 +122,19 @@ def new_page_ring(
 
     consumers: how many releases free a stage. A fence must follow before roles split.
     """
+    ring = allocate_page_ring(desc, rows, columns, stages)
+    for i in gl.static_range(stages):
+        ring.start(i, consumers)
+    return ring
+
+
+@gluon.jit
+def allocate_page_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: gl.constexpr):
+    """A ring whose barriers are not initialised, see `allocate_ring`."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], desc.dtype)
     buffers = gl.allocate_shared_memory(desc.dtype, [stages, rows, columns], layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=consumers)
     pages: gl.constexpr = rows // _rows_of_box(desc.block_shape)
     halves: gl.constexpr = columns // desc.block_shape[4]
     boxes = buffers._reinterpret(
