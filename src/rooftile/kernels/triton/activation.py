@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.grid import grid_of, second_id
 from rooftile.kernels.triton.pointwise import early, overlap, where
 from rooftile.kernels.triton.refusal import refusal
 
@@ -39,7 +40,7 @@ def gated_kernel(
     """Program (row, tile of columns)."""
     early(overlapped)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    column = second_id() * tile + tl.arange(0, tile)
     inside = column < size
     gate = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * row_stride + size + column, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +56,7 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:  # [..., 2 * size] -
     x = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
     rows = out.numel() // size
     with where(x):
-        gated_kernel[(rows, triton.cdiv(size, TILE))](
+        gated_kernel[grid_of(rows, triton.cdiv(size, TILE))](
             *(x, out, size, x.stride(0) if x.dim() == 2 else 2 * size),
             tile=TILE,
             is_silu=activation == "silu",

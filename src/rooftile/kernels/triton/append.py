@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.kernels.triton.grid import grid_of, second_id
 from rooftile.kernels.triton.interpreter import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -67,7 +68,7 @@ def append_kv_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
-    head = tl.program_id(1) * head_tile + tl.arange(0, head_tile)
+    head = second_id() * head_tile + tl.arange(0, head_tile)
     exists = head < heads
     head = head.to(tl.int64)
     page = slot // page_size
@@ -127,7 +128,7 @@ def append_kv(
     k_tile, v_tile, half_tile = (triton.next_power_of_2(max(n, 1)) for n in (k_dim, v_dim, half))
     head_tile = min(triton.next_power_of_2(heads), max(1, 2048 // max(k_tile, v_tile)))
     with torch.cuda.device(k.device) if k.is_cuda else torch.no_grad():
-        append_kv_kernel[(tokens, triton.cdiv(heads, head_tile))](
+        append_kv_kernel[grid_of(tokens, triton.cdiv(heads, head_tile))](
             k,
             v,
             k_pages,

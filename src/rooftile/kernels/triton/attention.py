@@ -24,6 +24,7 @@ from rooftile.kernels.triton.descriptors import (
     is_addressable,
     unit_stride,
 )
+from rooftile.kernels.triton.grid import grid_of, pair_id
 from rooftile.kernels.triton.paged import paged_attention
 from rooftile.kernels.triton.ragged_pages import follows_plan, lengths_and_table, pages_of
 from rooftile.kernels.triton.refusal import refusal
@@ -258,7 +259,7 @@ def attention_kernel(
     score_mod: tl.constexpr,
     mask_mod: tl.constexpr,
 ):
-    """Program (tile, head, sequence); where ragged, one more sequence is the padding."""
+    """Program (tile, pair of head and sequence); where ragged, one more sequence is the padding."""
     if aligned:  # to multiples of 16 bytes, which the compiler sees from this
         q_batch_stride, q_stride = q_batch_stride // 8 * 8, q_stride // 8 * 8
         k_batch_stride, k_stride = k_batch_stride // 8 * 8, k_stride // 8 * 8
@@ -268,8 +269,7 @@ def attention_kernel(
         v_head_stride = v_head_stride // 8 * 8
     # The last tiles of a causal batch are the longest, so they go first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.program_id(2)
+    head, sequence = pair_id(num_heads, batch + 1 if ragged else batch)
     q_start = 0
     kv_start = 0
     at_batch = sequence
@@ -441,11 +441,8 @@ def _launch(
     k_tile, v_tile = (max(16, triton.next_power_of_2(n)) for n in (k_dim, v_dim))
     config = config or config_of(max(k_tile, v_tile), q.element_size(), most_rows, right >= 0)
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
-    grid = (
-        max(triton.cdiv(most_rows, config.tile_rows), 1),
-        num_heads,
-        batch if cu_seqlens is None else batch + 1,
-    )
+    sequences = batch if cu_seqlens is None else batch + 1
+    grid = grid_of(max(triton.cdiv(most_rows, config.tile_rows), 1), num_heads * sequences)
     by_descriptor = has_copy_engine(q.device) and all(map(is_addressable, (q, k, v)))
     descriptors: tuple[Any, ...] = (None,) * 4
     if by_descriptor:

@@ -29,6 +29,7 @@ from rooftile.kernels.triton.descriptors import (
     is_addressable,
     unit_stride,
 )
+from rooftile.kernels.triton.grid import grid_of, pair_id, second_id
 from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.pointwise import early, overlap
 from rooftile.kernels.triton.refusal import refusal
@@ -202,11 +203,10 @@ def differential_kernel(
     by_descriptor: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Program (tile, pair, sequence); where ragged, one more sequence is the padding."""
+    """Program (tile, one of pairs and sequences); where ragged, one more sequence is the padding."""
     # The last tiles of a causal batch are the longest, so they go first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
-    pair = tl.program_id(1)
-    sequence = tl.program_id(2)
+    pair, sequence = pair_id(num_pairs, batch + 1 if ragged else batch)
     q_start = 0
     kv_start = 0
     at_batch = sequence
@@ -416,11 +416,8 @@ def _launch(
     k_tile, v_tile = (max(16, triton.next_power_of_2(n)) for n in (k_dim, v_dim))
     config = config or config_of(v_tile, q1.element_size())
     batch = q1.shape[0] if cu_seqlens is None else cu_seqlens[0].shape[0] - 1
-    grid = (
-        max(triton.cdiv(most_rows, config.tile_rows), 1),
-        num_pairs,
-        batch if cu_seqlens is None else batch + 1,
-    )
+    sequences = batch if cu_seqlens is None else batch + 1
+    grid = grid_of(max(triton.cdiv(most_rows, config.tile_rows), 1), num_pairs * sequences)
     by_descriptor = has_copy_engine(q1.device) and all(map(is_addressable, (keys, others, v)))
     descriptors: tuple[Any, ...] = (None,) * 3
     if by_descriptor:
@@ -478,7 +475,7 @@ def _stack_kernel(
     """Program (token, tile of pairs)."""
     early(overlapped)
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.program_id(1) * pairs_tile + tl.arange(0, pairs_tile)[:, None]
+    pair = second_id() * pairs_tile + tl.arange(0, pairs_tile)[:, None]
     column = tl.arange(0, width_tile)[None, :]
     present = pair < num_pairs
     at1 = q1 + token * q1_stride + pair.to(tl.int64) * q1_pair_stride + column
@@ -503,7 +500,7 @@ def stack_queries(q1: Tensor, q2: Tensor, shared_keys: bool) -> Tensor:
     width_tile = triton.next_power_of_2(width)
     pairs_tile = max(1, min(triton.next_power_of_2(num_pairs), 2048 // width_tile))
     with torch.cuda.device(q1.device) if q1.is_cuda else nullcontext():
-        _stack_kernel[(tokens, triton.cdiv(num_pairs, pairs_tile))](
+        _stack_kernel[grid_of(tokens, triton.cdiv(num_pairs, pairs_tile))](
             *(q1, q2, stacked, *q1.stride()[:2], *q2.stride()[:2], num_pairs, k_dim, width),
             pairs_tile=pairs_tile,
             width_tile=width_tile,

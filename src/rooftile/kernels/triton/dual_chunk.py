@@ -23,6 +23,7 @@ from rooftile.kernels.triton.descriptors import (
     unit_stride,
 )
 from rooftile.kernels.triton.dual_chunk_paged import paged_dual_chunk_attention
+from rooftile.kernels.triton.grid import grid_of, pair_id
 from rooftile.kernels.triton.refusal import refusal
 
 LOG2_E = 1.4426950408889634
@@ -153,11 +154,10 @@ def dual_chunk_kernel(
     by_descriptor: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Program (tile, head, sequence); where ragged, one more sequence is the padding."""
+    """Program (tile, pair of head and sequence); where ragged, one more sequence is the padding."""
     # The last tiles are the longest, so they go first.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    sequence = tl.program_id(2)
+    head, sequence = pair_id(num_heads, batch + 1 if ragged else batch)
     q_start = 0
     kv_start = 0
     at_batch = sequence
@@ -336,7 +336,7 @@ def _launch(
     descriptors: tuple[Any, Any] = (None, None)
     if by_descriptor:
         descriptors = (describe(k, config.block, k_tile), describe(v, config.block, v_tile))
-    grid = (max(tiles, 1), num_heads, batch if cu_seqlens is None else batch + 1)
+    grid = grid_of(max(tiles, 1), num_heads * (batch if cu_seqlens is None else batch + 1))
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         dual_chunk_kernel[grid](
             *(*queries, k, v, *descriptors, out, lse),

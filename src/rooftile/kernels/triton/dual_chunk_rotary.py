@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.grid import grid_of, second_id
 from rooftile.kernels.triton.pointwise import early, overlap
 from rooftile.kernels.triton.refusal import refusal
 
@@ -70,7 +71,7 @@ def dual_chunk_rotary_kernel(
     """Program (token, tile of heads)."""
     early(overlapped)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
+    head = second_id() * tile_heads + tl.arange(0, tile_heads)
     position = tl.load(positions + token).to(tl.int64)
     length = position + 1
     if has_lengths:
@@ -122,7 +123,7 @@ def dual_chunk_rotary(
     tile_heads = max(1, min(triton.next_power_of_2(heads), 2048 // tile_half))
     rest = head_dim - 2 * half
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        dual_chunk_rotary_kernel[(tokens, triton.cdiv(heads, tile_heads))](
+        dual_chunk_rotary_kernel[grid_of(tokens, triton.cdiv(heads, tile_heads))](
             *(q, positions, positions if lengths is None else lengths, cos_sin.contiguous()),
             *(*rotations, q.stride(0), q.stride(1), heads, head_dim, half),
             *(chunk_size - local_size, chunk_size),

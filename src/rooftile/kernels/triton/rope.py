@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton.grid import grid_of, second_id
 from rooftile.kernels.triton.pointwise import where
 from rooftile.kernels.triton.refusal import refusal
 
@@ -31,7 +32,7 @@ def rotary_kernel(
 ):
     """Program (token, group of heads)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
+    head = second_id() * tile_heads + tl.arange(0, tile_heads)
     pair = tl.arange(0, tile_half)
     position = tl.load(positions + token).to(tl.int64)
     table = cos_sin + position * (2 * half) + pair
@@ -71,7 +72,7 @@ def rotary_embedding(
     tile_heads = max(1, min(triton.next_power_of_2(heads), 2048 // tile_half))
     rest = head_dim - 2 * half
     with where(x):
-        rotary_kernel[(tokens, triton.cdiv(heads, tile_heads))](
+        rotary_kernel[grid_of(tokens, triton.cdiv(heads, tile_heads))](
             *(x, positions, cos_sin.contiguous(), out, x.stride(0), x.stride(1)),
             *(heads, head_dim, half, -1.0 if inverse else 1.0),
             tile_heads=tile_heads,
