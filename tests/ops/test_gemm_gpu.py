@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.gluon.gemm import forward
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
+from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 
 pytestmark = [
@@ -98,6 +99,50 @@ def test_kernels_for_small_products(plan: TilePlan | DirectPlan, k: int) -> None
             )
             exact = a.double() @ b.double().T + bias.double() + residual.double()
             assert torch.equal(out, exact.float())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [FewRowsPlan(64, 1, 4, 3), FewRowsPlan(64, 4, 2, 3), FewRowsPlan(128, 1, 2, 2),
+     FewRowsPlan(256, 1, 2, 2, 8)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("m", [5, 16, 20, 64])
+def test_few_rows(plan: FewRowsPlan, m: int) -> None:
+    """Every part of k once, whoever comes last; one after another, at rest, with identical bits."""
+    g = torch.Generator("cuda").manual_seed(m)
+    for n, k in ((8, 64), (264, 1096), (4096, 4096)):
+        a, b, residual = (
+            torch.randint(-2, 3, s, generator=g, device="cuda").bfloat16()
+            for s in ((m, k), (n, k), (m, n))
+        )
+        bias = torch.randint(-2, 3, (n,), generator=g, device="cuda").bfloat16()
+        exact = a.double() @ b.double().T + bias.double() + residual.double()
+        arguments = (a, b.T, bias, residual, None, None, "none", torch.float32, False)
+        with weights_at_rest():
+            for _ in range(20):
+                assert torch.equal(forward.matmul(*arguments, plan=plan), exact.float())
+        if plan.tile > 64 and n % 16 == 0:
+            x = torch.randn(m, k, generator=g, device="cuda").bfloat16()
+            got = forward.matmul(
+                *(x, b.T, bias, None, None, None, "silu_and_mul", torch.bfloat16, False), plan=plan
+            )
+            gate, value = (x.double() @ b.double().T + bias.double()).chunk(2, 1)
+            gated = torch.nn.functional.silu(gate) * value
+            allowed = 0.005 * gated.abs() + 1e-4 * gated.abs().max()
+            assert bool(((got.double() - gated).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("m", [1, 4, 5, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (1024, 3072), (28672, 4096)])
+def test_decoding_shapes_as_chosen(m: int, shape: tuple[int, int]) -> None:
+    n, k = shape
+    a, b = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+    exact = a.double() @ b.double().T
+    with weights_at_rest():
+        out = matmul(a, b.T, kernel="gluon").double()
+    added = a.double().abs() @ b.double().abs().T
+    assert bool(((out - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * added).all())
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (1000, 4096), (4096, 1100), (33, 97)])

@@ -110,15 +110,16 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     found = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", asm)
     if found:
         return args[0].to(torch.bfloat16 if found[1] == "bf16" else torch.float16)
-    if any(x in asm for x in ("griddepcontrol.", "cp.async.bulk.prefetch.", "prefetch.")):
+    if any(x in asm for x in ("griddepcontrol.", "cp.async.bulk.prefetch.", "prefetch.tensormap")):
         return args[0]  # launches follow one another; nothing is far away
     if "lop3.b32 pair, word, 0x000f000f, 0x43004300" in asm:
-        word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
         shifts = [4 * p + 16 * e for p in range(4) for e in range(2)]
+        if len(args) == 1:
+            less = 8 if "sub.bf16x2" in asm else -128
+            codes = ((args[0].as_subclass(Tensor) >> s) & 15 for s in shifts)
+            return tuple(tile((code - less).to(torch.bfloat16)) for code in codes)
+        word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
         return tuple(tile((((word >> s) & 15) - 8).to(scale.dtype) * scale) for s in shifts)
-    if asm == "mov.b32 {$0, $1}, $2;":
-        halves = args[0].as_subclass(Tensor).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
-        return tuple(tile(half) for half in halves.unbind(-1))
     answer = cluster.run(asm, args)
     if answer is not None:
         return answer

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from rooftile.kernels.gluon.gemm.codes import dequantised, fetch_codes
+from rooftile.kernels.gluon.gemm.codes import add_product, dequantised, fetch_codes
 from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
@@ -27,7 +27,7 @@ WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
 
 
 @gluon.constexpr_function
-def product_layout(warps_k, warps_x, warps_y):
+def _product_layout(warps_k, warps_x, warps_y):
     """Of sums [warps along k, rows of x, rows of y]."""
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[warps_k, warps_x, warps_y], instr_shape=[1, 16, 8]
@@ -46,7 +46,7 @@ def _load_layout(operand, warps_k, others, unit, tile_k, warps):
 
 
 @gluon.jit
-def operand(
+def _operand(
     matrix, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
     warps_k: gl.constexpr, unit: gl.constexpr, even: gl.constexpr, side: gl.constexpr,
     layout: gl.constexpr,
@@ -121,9 +121,10 @@ def direct_kernel(
     has_residual: gl.constexpr,
     early: gl.constexpr,  # codes are fetched a step before they are multiplied
     ahead: gl.constexpr,  # the first of them before the kernels before have ended
+    grouped: gl.constexpr,
 ):
     """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
-    sums: gl.constexpr = product_layout(warps_k, warps_x, warps_y)
+    sums: gl.constexpr = _product_layout(warps_k, warps_x, warps_y)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums, k_width=WIDTH)
     warps: gl.constexpr = warps_k * warps_x * warps_y
@@ -154,7 +155,7 @@ def direct_kernel(
             word, scale = fetch_codes(
                 x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
             )
-        b = operand(
+        b = _operand(
             y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
         )
         if codes:
@@ -163,15 +164,20 @@ def direct_kernel(
                 next_word, next_scale = fetch_codes(
                     x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k
                 )
-            a = dequantised(word, scale, left)
+            if grouped:
+                right_b = gl.convert_layout(b, right)
+                acc = add_product(acc, word, scale, right_b, sums, left, right, grouped == 1)
+            else:
+                a = dequantised(word, scale, left)
             if early:
                 word = next_word
                 scale = next_scale
         else:
-            a = operand(
+            a = _operand(
                 x, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, x_unit, even, 0, x_layout
             )
-        acc = mma_v2(gl.convert_layout(a, left), gl.convert_layout(b, right), acc)
+        if not grouped:
+            acc = mma_v2(gl.convert_layout(a, left), gl.convert_layout(b, right), acc)
     total = gl.sum(acc, 0)
     of: gl.constexpr = gl.SliceLayout(0, sums)
     row = gl.expand_dims(x0 + gl.arange(0, tile_x, gl.SliceLayout(1, of)), 1)

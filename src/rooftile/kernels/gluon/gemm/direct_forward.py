@@ -81,6 +81,7 @@ def _launch(
         ("has_residual", dtypes[4] is not None),
         ("early", plan.early),
         ("ahead", ahead),
+        ("grouped", plan.grouped if codes else 0),
     )
     x_stride, y_stride, out_stride, residual_stride = strides
     return Launch(

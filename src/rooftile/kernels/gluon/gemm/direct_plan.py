@@ -23,6 +23,7 @@ class DirectPlan:
     warps_y: int = 1
     transposed: bool = False
     early: bool = False
+    grouped: int = 0
     seconds: float = 0.0
 
     @property
