@@ -43,7 +43,7 @@ def appended() -> Tensor:
     pages = torch.zeros(2, 3, 9, 4, 2048)
     k, v = torch.randn(2, 5, 9, 2048)
     slots = torch.tensor([3, -1, 8, 0, 11])
-    ops.append_kv(k, v, *pages, slots, kernel="triton")
+    ops.append_kv(k, v, pages[0], pages[1], slots, kernel="triton")
     return pages
 
 
@@ -67,7 +67,9 @@ CASES: dict[str, Callable[[], Tensor]] = {
         kernel="triton",
     )[2],
     "gated": lambda: ops.silu_and_mul(torch.randn(3, 8300), kernel="triton"),
-    "stacked": lambda: differential.stack_queries(*torch.randn(2, 3, 5, 2048), False),
+    "stacked": lambda: differential.stack_queries(
+        torch.randn(3, 5, 2048), torch.randn(3, 5, 2048), False
+    ),
 }
 
 
