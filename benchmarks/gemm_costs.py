@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -25,6 +25,7 @@ from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import (
     Decomposition,
     Product,
+    cluster_k,
     data_parallel,
     hybrid,
     product_of,
@@ -39,13 +40,17 @@ from rooftile.planning.stream_k_cost import (
     SHAPES,
     STREAMED,
     broken_share,
+    clusters,
     is_apart,
     shape_of,
     tiling_of,
 )
 
 SMS = H200.units
-MACHINE = ("launch", "start", "bandwidth", "sharpness", "streamed", "apart")
+MACHINE = (
+    *("launch", "start", "bandwidth", "sharpness", "streamed", "apart"),
+    *("exchange", "exchange_bandwidth"),
+)
 COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
 VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
 TILES = " tiles"
@@ -67,9 +72,14 @@ class Measured:
 
 
 def decomposition(product: Product, name: str) -> Decomposition:
-    shape, scheme, *split = name.split()
-    tiling = tiling_of(*map(int, re.split("[x/]", shape)), itemsize=2)
-    units = SMS // tiling.ctas
+    shape, *rest = name.split()
+    scheme, *split = rest or ("cluster-k",)
+    tile, _, parts = shape.partition("k")
+    tiling = tiling_of(*map(int, re.split("[x/]", tile)), itemsize=2)
+    if parts:
+        tiling = replace(tiling, ctas=tiling.ctas * int(parts), split=int(parts))
+        return cluster_k(product, tiling, clusters(SMS, tiling.ctas))
+    units = clusters(SMS, tiling.ctas)
     if scheme == "split-k":
         return split_k(product, tiling, units, int(split[0]))
     build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
@@ -78,10 +88,14 @@ def decomposition(product: Product, name: str) -> Decomposition:
 
 def predicted(x: Sequence[float], row: Measured) -> float:
     """Microseconds; planning/stream_k_cost.py has the same in seconds."""
-    launch, start, bandwidth, sharpness, streamed, apart = x[: len(MACHINE)]
+    launch, start, bandwidth, sharpness, streamed, apart, *exchange = x[: len(MACHINE)]
     plan = row.plan
     at = len(MACHINE) + len(COSTS) * SHAPES.index(shape_of(plan.tiling))
     setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
+    tiling = plan.tiling
+    if tiling.split > 1:
+        setup += exchange[0] + 4e-6 * tiling.area * tiling.split / tiling.ctas / exchange[1]
+        iteration /= tiling.split
     iteration *= 1 + broken * row.broken * plan.num_ctas * plan.tiling.ctas / SMS
     iteration *= 1 + streamed * (plan.scheme in STREAMED)
     others = plan.most_parts - 1
@@ -168,7 +182,7 @@ def main(file: Path) -> None:
             for row in rows
         ]
 
-    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0]
+    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0, 1.0, 0.06]
     for block_m, block_n, *ctas in SHAPES:
         size = block_m * block_n / (128 * 256) / (ctas or [1])[0]
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
@@ -193,6 +207,7 @@ def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, obj
             "streamed": 1.0,
             "broken_lines": 1.0,
             "bandwidth": 1e12,
+            "exchange_bandwidth": 1e12,
             "flops": 1e12,
         }
         pairs = zip(names, values, strict=False)

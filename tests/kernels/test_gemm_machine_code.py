@@ -18,7 +18,7 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, LARGE, Config, constants  # noqa: E402
+from rooftile.kernels.gluon.gemm.config import CONFIGS, LARGE, PAIRS, SPLIT, Config, constants  # noqa: E402
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
@@ -48,7 +48,8 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
         **more,
     }
     fixed = dict(constants(config, itemsize=itemsize, **options))
-    steps, columns = config.block_k(itemsize), config.block_n // fixed["b_boxes"]
+    steps = config.block_k(itemsize)
+    columns = config.block_n // fixed["b_boxes"] // config.sharers
     out_itemsize = 4 if out == gl.float32 else 2
     a_box = [options["a_rows"], steps] if options["a_by_rows"] else [steps, config.block_m]
     b_box = [steps, columns] if options["b_by_rows"] else [columns, steps]
@@ -115,6 +116,50 @@ def test_the_loop_does_nothing_but_multiply(name: str, features: dict[str, Any])
         assert streamed or len(loop.body) <= 36 + products * 5
         assert loop.hazards() == []
         assert loop.count("WARPGROUP.DEPBAR") == 1
+
+
+def _name(config: Config) -> str:
+    return f"{config.block_m}x{config.block_n}/{config.sharers}k{config.split}"
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        (PAIRS[0], {}),
+        (SPLIT[-2], {"streamed": False}),
+        *(
+            pytest.param(config, features, marks=pytest.mark.slow)
+            for configs, variants in (
+                (PAIRS, ({}, {"streamed": False}, {"apart": True, "out": gl.float32})),
+                (SPLIT, ({"streamed": False},)),
+            )
+            for config in configs
+            for features in variants
+        ),
+    ],
+    ids=lambda x: _name(x) if isinstance(x, Config) else "-".join(x) or "streamed",
+)
+def test_clusters(config: Config, features: dict[str, Any]) -> None:
+    """CTAs that load columns together, and those that share a tile's steps along K."""
+    features = {"streamed": not features.get("apart", False), **features}
+    code = compiled(config, **features)
+    assert code.spills() == 0
+    assert code.shared_bytes + 1024 <= SHARED_MEMORY  # and the barriers'
+    assert code.count("UTMALDG.2D.MULTICAST") == (config.sharers > 1)
+    assert code.count("UTMALDG") == 2
+    products = 4 * config.rows // 64
+    loops = [loop for loop in code.product_loops() if len(loop.body) <= 50 + products * 6]
+    assert len(loops) == (4 if features["streamed"] else 2)
+    for loop in loops:
+        assert loop.hazards() == []
+        assert loop.count("BAR") == 0
+    # The producer's addresses are Triton's: the place of the smaller operand appears in the loads of
+    # both consumers, and in the producer's.
+    assert code.ptx.count(f", {max(config.places)};") >= 3
+    sends = code.ptx.count("st.async.shared::cluster")
+    assert sends == (2 * config.rows * config.columns(False) * config.split // 512) * (
+        config.split > 1
+    )
 
 
 def test_parts_are_moved_eight_bytes_at_a_time() -> None:

@@ -19,7 +19,14 @@ from torch import Tensor
 from rooftile.kernels.flags import flags
 from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import weights_at_rest
-from rooftile.planning.stream_k import Product, data_parallel, hybrid, split_k, stream_k
+from rooftile.planning.stream_k import (
+    Product,
+    cluster_k,
+    data_parallel,
+    hybrid,
+    split_k,
+    stream_k,
+)
 from tests.support.gluon_sim import load_simulated, simulation
 
 FORWARD, PLAN, CONFIG, LINEAR = load_simulated(
@@ -39,6 +46,8 @@ def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(config: Any, scheme: str, m: int, n: int, k: int, sms: int, itemsize: int = 2) -> Any:
     product, tiling = Product(m, n, k), config.tiling(itemsize)
+    if config.split > 1:
+        return PLAN.plan_of(config, cluster_k(product, tiling, sms))
     if scheme == "split-k":
         split = min(3, tiling.iterations(product))
         plan = split_k(product, tiling, split * tiling.tiles(product), split)
@@ -111,6 +120,50 @@ def test_integers_come_out_exactly(
         at_rest=at_rest,
     )
     assert torch.equal(got, (a @ b).float())
+
+
+@settings(max_examples=15)
+@given(
+    config=st.sampled_from(CONFIG.PAIRS + CONFIG.SPLIT),
+    scheme=st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]),
+    m=st.sampled_from([1, 65, 129, 300]),
+    n=st.sampled_from([8, 127, 264]),
+    k=st.sampled_from([512, 520, 1000]),
+    inside=st.booleans(),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    out=st.sampled_from([torch.bfloat16, torch.float32]),
+    clusters=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_clusters(
+    config: Any,
+    scheme: str,
+    m: int,
+    n: int,
+    k: int,
+    inside: bool,
+    has_bias: bool,
+    has_residual: bool,
+    out: torch.dtype,
+    clusters: int,
+    seed: int,
+) -> None:
+    """CTAs that load columns together, and those that share a tile's steps."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).bfloat16()
+
+    layout = "inside" if inside else "row"
+    a, b = laid_out(draw(m, k), layout), laid_out(draw(n, k), layout).T
+    bias = draw(n) if has_bias else None
+    residual = draw(m, n + 3)[:, 1:-2] if has_residual else None
+    plan = planned(config, scheme, m, n, k, clusters)
+    got = product(a, b, bias, residual, out=out, plan=plan, seed=seed)
+    exact = a.double() @ b.double() + (0 if bias is None else bias.double())
+    exact += 0 if residual is None else residual.double()
+    assert torch.equal(got, exact.to(out))
 
 
 @settings(max_examples=40)
@@ -273,3 +326,8 @@ def test_configurations_fit_the_machine() -> None:
     for config in CONFIG.CONFIGS:
         for gated in (False, True):
             assert config.shared_bytes(2, gated) <= CONFIG.SHARED_BYTES
+    for config in CONFIG.PAIRS + CONFIG.SPLIT:
+        assert config.shared_bytes(4, gated=False) <= CONFIG.SHARED_BYTES
+        sums = 4 * config.block_m * config.block_n
+        if config.split > 1:  # they go where the operands were
+            assert sums <= config.stages * (config.block_m + config.block_n) * config.block_bytes

@@ -57,7 +57,8 @@ def compile_for_hopper(
     source = source_type(fn=kernel, signature=signature, constexprs=dict(constants))
     options = {"num_warps": num_warps, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
-    return MachineCode(_disassemble(compiled.asm["cubin"]), compiled.metadata.shared)
+    code = _disassemble(compiled.asm["cubin"])
+    return MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"])
 
 
 def _disassemble(cubin: bytes) -> list[Instruction]:
@@ -149,6 +150,7 @@ class Loop:
 class MachineCode:
     instructions: list[Instruction] = field(repr=False)
     shared_bytes: int
+    ptx: str = field(default="", repr=False)
 
     def count(self, prefix: str) -> int:
         """How many instructions have a name that begins so."""

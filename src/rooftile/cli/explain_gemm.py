@@ -71,15 +71,17 @@ def _say_choice(console: Console, choice: Choice, machine: Machine) -> None:
     bound = least_time(linear_work(product.m, product.k, product.n), machine)
     console.print(f"matrix product {product} on {machine.name}", style="bold")
     console.print(
-        f"Chosen: {plan.scheme} by {plan.num_ctas} CTAs, {choice.seconds * 1e6:,.1f} us predicted, "
+        f"Chosen: {plan.scheme} by {plan.num_ctas * plan.tiling.ctas} CTAs, {choice.seconds * 1e6:,.1f} us predicted, "
         f"launch and reading included; at least {bound.seconds * 1e6:,.1f} us, bound by {bound.unit}. "
         f"{choice.reason[0].upper()}{choice.reason[1:]}."
     )
 
 
 def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:
+    from rooftile.planning.stream_k_cost import clusters
+
     parts = sum(len(ctas) - 1 for ctas in plan.parts.values())
-    units = machine.units // plan.tiling.ctas
+    units = clusters(machine.units, plan.tiling.ctas)
     return (
         f"{plan.scheme}: {max(span.end for span in spans) * 1e6:,.1f} us, "
         f"{plan.waves(units):.2f} waves, {plan.efficiency(units):.0%} of the SMs' steps"

@@ -5,6 +5,7 @@ after tile, all these steps form one line, and a scheme says which piece of it e
 
 - data-parallel: whole tiles in turn. The last wave leaves SMs idle.
 - split-k: every tile in `split` equal parts along K.
+- cluster-k: the same by the CTAs of one cluster, which exchange their sums without the memory.
 - stream-k: equal pieces of the line, across the borders of tiles.
 - hybrid: stream-k over the partial wave and one full wave, whole tiles after that ("two-tile
   Stream-K + data-parallel", section 5.2).
@@ -25,7 +26,7 @@ from typing import Literal
 
 from rooftile.planning.case_words import check_numbers
 
-Scheme = Literal["data-parallel", "split-k", "stream-k", "hybrid"]
+Scheme = Literal["data-parallel", "split-k", "cluster-k", "stream-k", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,16 @@ def product_of(text: str) -> Product:
 class Tiling:
     """Elements of an output tile, and of one step along K.
 
-    ctas: that compute a tile together, each some of its rows: a decomposition's CTA is all of them.
+    ctas: of a cluster, that compute a tile together: a decomposition's CTA is all of them.
+    split: parts of each step along K that different CTAs of the cluster compute, some of the steps
+        each; the others have some of the rows each.
     """
 
     block_m: int
     block_n: int
     block_k: int
     ctas: int = 1
+    split: int = 1
 
     @property
     def area(self) -> int:
@@ -85,7 +89,10 @@ class Tiling:
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return tile if self.ctas == 1 else f"{tile}/{self.ctas}"
+        rows = self.ctas // self.split
+        return (
+            tile + (f"/{rows}" if rows > 1 else "") + (f"k{self.split}" if self.split > 1 else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,11 @@ class Decomposition:
 def data_parallel(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:
     """Whole tiles in turn, by a CTA per SM."""
     return Decomposition("data-parallel", product, tiling, min(tiling.tiles(product), num_sms))
+
+
+def cluster_k(product: Product, tiling: Tiling, num_clusters: int) -> Decomposition:
+    """Whole tiles in turn by clusters, whose CTAs share a tile's steps: `tiling.split` parts."""
+    return Decomposition("cluster-k", product, tiling, min(tiling.tiles(product), num_clusters))
 
 
 def split_k(product: Product, tiling: Tiling, num_sms: int, split: int) -> Decomposition:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ from rooftile.planning.stream_k import (
     Scheme,
     Segment,
     Tiling,
+    cluster_k,
     data_parallel,
     hybrid,
     split_k,
@@ -51,6 +52,7 @@ MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machin
 APART_ROWS = 65
 APART_BANDWIDTH = 5.0e12  # of parts that are written, and read by another launch
 APART_SECONDS = 2.0e-6
+EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH = 1.0e-6, 6e10
 APART_TOGETHER, APART_ROUND = 8, 0.6e-6  # parts that are read at a time, and how long that takes
 STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
@@ -121,6 +123,7 @@ class Machinery:
     streamed: how much longer a step takes where CTAs are at different places along K at one time, so
         that they share less of what the L2 cache holds.
     apart: seconds of a launch that adds parts.
+    exchange, exchange_bandwidth: of the sums of a CTA, where those of a cluster exchange them.
     """
 
     launch: float
@@ -129,12 +132,21 @@ class Machinery:
     sharpness: float
     streamed: float
     apart: float
+    exchange: float
+    exchange_bandwidth: float
     costs: dict[tuple[int, ...], Costs]  # by the tiles of SHAPES
     # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
     vendor: dict[int, Vendor] | None = None
 
     def of(self, tiling: Tiling) -> Costs:
-        return self.costs[shape_of(tiling)]
+        costs = self.costs[shape_of(tiling)]
+        if tiling.split == 1:
+            return costs
+        sums = 4.0 * tiling.area * tiling.split / tiling.ctas
+        exchange = self.exchange + sums / self.exchange_bandwidth
+        return replace(
+            costs, setup=costs.setup + exchange, iteration=costs.iteration / tiling.split
+        )
 
 
 @cache
@@ -151,7 +163,8 @@ def machinery(machine: Machine) -> Machinery:
     single = [shape for shape in SHAPES if len(shape) == 2]
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in single}
     return Machinery(
-        LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS, costs
+        *(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS),
+        *(EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH, costs),
     )
 
 
@@ -162,8 +175,15 @@ def tiling_of(block_m: int, block_n: int, ctas: int = 1, *, itemsize: int) -> Ti
 
 def shape_of(tiling: Tiling) -> tuple[int, ...]:
     """The entry of SHAPES."""
-    shape = (tiling.block_m, tiling.block_n)
-    return shape if tiling.ctas == 1 else (*shape, tiling.ctas)
+    shape, rows = (tiling.block_m, tiling.block_n), tiling.ctas // tiling.split
+    return shape if rows == 1 else (*shape, rows)
+
+
+def clusters(num_sms: int, ctas: int) -> int:
+    """Clusters that run at one time: CTAs of one are neighbours, in groups of 16 or 18 SMs."""
+    if ctas <= 2:
+        return num_sms // ctas
+    return max(round(num_sms / 16.5) * (16 // ctas), 1)
 
 
 def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:
@@ -316,8 +336,12 @@ def candidates(
     """Every scheme of every tiling, those that come out alike left out."""
     all_sms = num_sms
     for tiling in tilings:
-        num_sms = all_sms // tiling.ctas
+        num_sms = clusters(all_sms, tiling.ctas)
         tiles, iterations = tiling.tiles(product), tiling.iterations(product)
+        if tiling.split > 1:
+            if iterations >= tiling.split:
+                yield cluster_k(product, tiling, num_sms)
+            continue
         yield data_parallel(product, tiling, num_sms)
         if tiles % num_sms == 0:
             continue  # full waves: nothing to gain
@@ -334,7 +358,9 @@ def candidates(
 def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
     """The schemes with the tiles of the one that was chosen, that one last where others equal it."""
     product, tiling = chosen.product, chosen.tiling
-    num_sms = machine.units // tiling.ctas
+    num_sms = clusters(machine.units, tiling.ctas)
+    if tiling.split > 1:
+        return [chosen]
     found = [data_parallel(product, tiling, num_sms), stream_k(product, tiling, num_sms)]
     split = min(num_sms // found[0].tiles, found[0].iterations)
     if split > 1:
@@ -368,7 +394,7 @@ def choose(
     seconds, best = min(equal, key=lambda pair: (-pair[1].tiling.area, pair[0]))
     whole = min(time for time, other in timed if other.scheme == "data-parallel")
     tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
-    units = machine.units // best.tiling.ctas
+    units = clusters(machine.units, best.tiling.ctas)
     if best.scheme == "data-parallel":
         reason = f"{tiles}: {best.efficiency(units):.0%} of the SMs' steps are used"
     else:

@@ -19,6 +19,7 @@ class Config:
     buffers: shared tiles for results of each warpgroup.
     sharers: CTAs, one below the other, that load the columns of their tiles together.
     split: CTAs that share a tile's steps along K.
+    passing: operands are the first to leave the L2 cache.
     """
 
     block_m: int
@@ -31,6 +32,7 @@ class Config:
     producer_registers: int = 24
     sharers: int = 1
     split: int = 1
+    passing: bool = False
 
     @property
     def cluster(self) -> int:
@@ -41,7 +43,11 @@ class Config:
 
     def tiling(self, itemsize: int) -> Tiling:
         return Tiling(
-            self.block_m * self.sharers, self.block_n, self.block_k(itemsize), self.cluster
+            self.block_m * self.sharers,
+            self.block_n,
+            self.block_k(itemsize),
+            self.cluster,
+            self.split,
         )
 
     @property
@@ -113,8 +119,8 @@ SPLIT = tuple(
         ((128, 128, True, 6, 2), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
         ((64, 256, False, 5, 1), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
         ((64, 128, False, 7, 1), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
-        ((64, 64, False, 8, 1), ((1, 2), (1, 4), (2, 2))),
-        ((64, 32, False, 10, 1), ((1, 2), (2, 2))),
+        ((64, 64, False, 8, 1), ((1, 2), (1, 4))),
+        ((64, 32, False, 10, 1), ((1, 2),)),
         ((128, 256, True, 4, 2), ((1, 2), (1, 4), (2, 2))),
     )
     for sharers, split in splits
@@ -165,4 +171,5 @@ def constants(
         ("split", config.split),
         ("a_at", config.places[0]),
         ("b_at", config.places[1]),
+        ("passing", config.passing),
     )

@@ -112,6 +112,7 @@ def matmul_kernel(
     split: gl.constexpr,
     a_at: gl.constexpr,
     b_at: gl.constexpr,
+    passing: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     let_dependents_start()
@@ -175,6 +176,7 @@ def matmul_kernel(
             5,
             a_at,
             b_at,
+            passing,
         )
     else:
         ring = new_operand_ring(

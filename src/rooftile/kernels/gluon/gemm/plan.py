@@ -78,12 +78,14 @@ class Plan:
 
 def plan_of(config: Config, decomposition: Decomposition, seconds: float = 0.0) -> Plan:
     product, tiling = decomposition.product, decomposition.tiling
+    # Where the steps of a tile are shared a cluster computes one tile, and the rest wait for a place.
+    workers = decomposition.tiles if config.split > 1 else decomposition.num_ctas
     # The tiles that run at one time cover a square, so that they share operands.
     band = round(sqrt(decomposition.num_ctas * tiling.block_n / tiling.block_m))
     return Plan(
         config,
         product.m,
-        decomposition.num_ctas * config.cluster,
+        workers * config.cluster,
         -(-product.m // tiling.block_m),
         -(-product.n // tiling.block_n),
         decomposition.iterations,

@@ -55,23 +55,27 @@ def _start_asm(stages, arrivals, consumers, parts):
 
 
 @gluon.constexpr_function
-def _load_asm(kernel, a_map, b_map, size, sharers):
+def _load_asm(kernel, a_map, b_map, size, sharers, passing):
     """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7: bits of
     the CTAs that get the columns."""
     copy = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    hint, policy = (".L2::cache_hint", ", policy") if passing else ("", "")
     return " ".join(
         [
             "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map;",
             "mov.u32 warp, %tid.x; and.b32 warp, warp, 96; setp.eq.u32 first, warp, 0;",
             "elect.sync _|mine, -1; and.pred mine, mine, first;",
+            ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+            if passing
+            else "",
             f"@mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};",
             f"mov.b64 map, {kernel}_param_{a_map}; cvta.param.u64 map, map;",
-            f"@mine {copy} [$2], [map, {{$4, $5}}], [$1];",
+            f"@mine {copy}{hint} [$2], [map, {{$4, $5}}], [$1]{policy};",
             f"mov.b64 map, {kernel}_param_{b_map}; cvta.param.u64 map, map;",
-            f"{{ .reg .b16 all; cvt.u16.u32 all, $7; @mine {copy}.multicast::cluster "
-            "[$3], [map, {$4, $6}], [$1], all; } }"
+            f"{{ .reg .b16 all; cvt.u16.u32 all, $7; @mine {copy}.multicast::cluster{hint} "
+            f"[$3], [map, {{$4, $6}}], [$1], all{policy}; }} }}"
             if sharers > 1
-            else f"@mine {copy} [$3], [map, {{$4, $6}}], [$1]; }}",
+            else f"@mine {copy}{hint} [$3], [map, {{$4, $6}}], [$1]{policy}; }}",
             "mov.b32 $0, $4;",
         ]
     )
@@ -138,6 +142,7 @@ class ClusterRing:
     b_map: gl.constexpr
     a_at: gl.constexpr  # bytes from `tiles` on
     b_at: gl.constexpr
+    passing: gl.constexpr  # lines of operands are the first to leave the L2 cache
 
     @gluon.jit
     def after(self, at):
@@ -170,7 +175,7 @@ class ClusterRing:
         a = self.tiles + self.a_at + at.stage * a_bytes
         b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // self.sharers)
         gl.inline_asm_elementwise(
-            _load_asm(self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers),
+            _load_asm(self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers, self.passing),
             "=r,r,r,r,r,r,r,r",
             [full, a, b, k0, row, column + rank * half, all_of_them],
             dtype=gl.int32,
@@ -219,6 +224,7 @@ def new_cluster_ring(
     b_map: gl.constexpr,
     a_at: gl.constexpr,
     b_at: gl.constexpr,
+    passing: gl.constexpr,
 ):
     """Allocates the ring and initialises its barriers; `join_cluster` must follow in every role."""
     rows: gl.constexpr = a_desc.block_shape[0]
@@ -246,4 +252,5 @@ def new_cluster_ring(
         b_map,
         a_at,
         b_at,
+        passing,
     )
