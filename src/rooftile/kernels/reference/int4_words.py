@@ -15,19 +15,18 @@ from torch import Tensor
 
 GROUP = 32  # along k, with one scale
 BLOCK = 128  # along k, whose words lie together
-_PADDED = 256  # multiples along k, so that rows of scales, too, are multiples of 16 bytes
 _ZERO = 8  # the code of 0
 # Scales that are tried, in units of that by which the value of largest magnitude has code 0.
 _TRIED = (1.0, 0.96, 0.92, 0.88, 0.84, 8 / 7, 8 / 7.5)
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:  # [n, k]
-    """weight: words [n, k / 8] int32, scale: [n, k / 32] bfloat16; k padded to a multiple of 256.
+    """weight: words [n, k / 8] int32, scale: [n, k / 32] bfloat16; k padded to a multiple of 128.
 
     Each group takes the scale, of some tried, with the least squared error.
     """
     n, k = weight.shape
-    blocks = -(-k // _PADDED) * (_PADDED // BLOCK)
+    blocks = -(-k // BLOCK)
     values = torch.zeros(n, blocks * BLOCK, dtype=torch.float32, device=weight.device)
     values[:, :k] = weight.detach()
     codes, scale = _quantise(values.view(n, blocks * (BLOCK // GROUP), GROUP))
