@@ -78,7 +78,6 @@ def _peer(rank: int) -> Any:
 
 def _start(asm: str) -> int:
     cta = machine.role().cta
-    cta.cluster_barriers = {}
     for at, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\$0\+(\d+)\], (\d+)", asm):
         barrier = MBarrier(f"barrier {at}")
         barrier.init(int(count))
@@ -92,9 +91,7 @@ def _join() -> int:
     ctas, size = me.cta.launch.ctas, _size()
 
     def here() -> bool:
-        return all(
-            i in ctas and hasattr(ctas[i], "cluster_barriers") for i in range(first, first + size)
-        )
+        return all(bool(i in ctas and ctas[i].cluster_barriers) for i in range(first, first + size))
 
     machine.scheduler().pause(here, "the CTAs of the cluster")
     return 0
@@ -172,9 +169,8 @@ def _send(x: Tensor, places: Tensor, barriers: Tensor) -> Tile:
     barrier = _barrier(target, int(barriers.reshape(-1)[0]))
 
     def complete() -> None:
-        inbox = target.__dict__.setdefault("inbox", {})
         for address, four in zip((at % OF_RANK).tolist(), values, strict=True):
-            inbox[address] = four
+            target.inbox[address] = four
         barrier.deliver(values.numel() * 4)
 
     machine.scheduler().events.append(complete)

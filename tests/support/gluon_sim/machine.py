@@ -43,6 +43,8 @@ class Cta:
         self.program_id = program_id
         self.shared: list[SharedTile] = []
         self.named_barriers = [NamedBarrier() for _ in range(16)]
+        self.cluster_barriers: dict[int, MBarrier] = {}  # by their place, see cluster.py
+        self.inbox: dict[int, Tensor] = {}  # sums from other CTAs, by their address
         self.num_roles = 1
         self.roles_left = 1
 
