@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
 from rooftile.kernels.gluon.attention.config import (  # noqa: E402
+    AGAIN_ROWS,
     ANCHORED,
     DRAWN_64,
     SHORT_64,
@@ -67,8 +68,8 @@ def compiled(
         "k": config.block,
         "v": config.block,
         "o": 64,
-        "k_again": config.again_rows,
-        "v_again": config.again_rows,
+        "k_again": AGAIN_ROWS,
+        "v_again": AGAIN_ROWS,
     }
     for x, rows in boxes.items():
         types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
@@ -143,8 +144,8 @@ def check_loops(code: MachineCode, config: Config, spills: int | None = None) ->
         if loop.count("MUFU.EX2") >= exponentials and not loop.count("UTMASTG"):
             assert loop.count("LDL") + loop.count("STL") == 0
         # Each product is in flight as a whole: ptxas waits after every instruction of it where
-        # registers run short.
-        assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
+        # registers run short. That of 16 keys in a second pass is one or two instructions.
+        assert loop.count("WARPGROUP.DEPBAR") < max(loop.count("HGMMA"), 2)
         if loop.count("HGMMA.64x") and config.overlapped:
             assert loop.overlapped_exponentials() >= exponentials or loop.count("MUFU.EX2") < 8
 

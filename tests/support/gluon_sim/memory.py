@@ -59,8 +59,15 @@ class SharedTile:
     def permute(self, order: Sequence[int]) -> SharedTile:
         return SharedTile(self.data.permute(*order), self.unfenced.permute(*order))
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Boxes:
-        """Swizzled tiles [stages, rows, columns] as the boxes that they consist of."""
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Boxes | SharedTile:
+        """Swizzled tiles [stages, rows, columns] as the boxes that they consist of; or the beginning of
+        one tile as a box of fewer rows."""
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        if dtype == self.dtype and columns == self.shape[-1] and rows * columns < self.data.numel():
+            first, unfenced = (
+                x.reshape(-1, columns)[:rows].view(*shape) for x in (self.data, self.unfenced)
+            )
+            return SharedTile(first, unfenced)
         if dtype != self.dtype or math.prod(shape) != self.data.numel():
             raise SimulationError(f"{self.dtype} {self.shape} seen as {dtype} {list(shape)}")
         return Boxes(self, list(shape[1:]))
@@ -145,7 +152,7 @@ class Descriptor:
             "strides that are multiples of 16 bytes": all(s * size % 16 == 0 for s in strides[:-1]),
             "strides within 2^40 bytes": all(0 < s * size < 2**40 for s in strides[:-1]),
             "positive dimensions below 2^32": all(0 < n < 2**32 for n in shape),
-            "boxes of at most 256 rows": max(block_shape[:-1], default=1) <= 256,
+            "boxes of at most 256 rows": max(block_shape) <= 256,
         }
         broken = [rule for rule, kept in rules.items() if not kept]
         if broken:

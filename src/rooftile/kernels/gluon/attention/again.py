@@ -37,6 +37,16 @@ def _load(desc, at, landed, box, phase: gl.constexpr):
 
 
 @gluon.jit
+def box_for(tile, desc):
+    """The beginning of a shared [64, dim] tile as a box of `desc`, which has no more rows."""
+    rows: gl.constexpr = desc.block_shape[len(desc.block_shape) - 2]
+    if rows == tile.shape[len(tile.shape) - 2]:
+        return tile
+    else:
+        return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
 def attend_again(
     problem,
     k_desc,  # in boxes of as many rows as there is room for: 64 or 32

@@ -74,11 +74,6 @@ class Config:
         return max(num_tiles // ctas - self.last_rounds, 1)
 
     @property
-    def again_rows(self) -> int:
-        """Keys at a time in a second pass over a tile (again.py): what there is room for."""
-        return 64 if self.own_output else 32
-
-    @property
     def tile_rows(self) -> int:
         return 64 * self.groups
 
@@ -119,6 +114,9 @@ ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items
 ANCHORED_Q_LEN = 1025
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
+# Keys at a time in a second pass over a tile (again.py). It is rare, and a quarter of what is compiled:
+# with 64 instead of 16 a shape class takes a tenth longer to compile.
+AGAIN_ROWS = 16
 MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
 # Dense calls of few tiles are cut along their keys where that spares a tenth of the time, which is

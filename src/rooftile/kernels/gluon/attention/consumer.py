@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rooftile.kernels.gluon.attention.again import attend_again
+from rooftile.kernels.gluon.attention.again import attend_again, box_for
 from rooftile.kernels.gluon.attention.problem import (
     BATCH,
     BLOCKS,
@@ -485,7 +485,7 @@ def attend(
                     v_again_desc,
                     landed.index(group),
                     q,
-                    o_tiles.index(group),
+                    box_for(o_tiles.index(group), k_again_desc),
                     queue.field(slot, BATCH),
                     queue.field(slot, HEAD),
                     row0,

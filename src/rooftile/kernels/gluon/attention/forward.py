@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import (
+    AGAIN_ROWS,
     CONFIGS,
     IN_TURN_Q_LEN,
     MOST_TILES_SORTED,
@@ -188,7 +189,7 @@ def bind_attention(
         describe(k, config.block, box_columns(config.dim, k_dim)),
         describe(v, config.block, box_columns(config.dim, v_dim)),
         describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
-        *(describe(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
+        *(describe(x, AGAIN_ROWS, config.dim) for x in (k, v) if config.anchored),
     )
 
     def launch_of(ctas: int, num_items: int, section: int, dynamic: bool, split: bool) -> Launch:
@@ -369,7 +370,7 @@ def bind_attention_varlen(
         describe_ragged(k, config.block, box_columns(config.dim, k_dim)),
         describe_ragged(v, config.block, box_columns(config.dim, v_dim)),
         describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
-        *(describe_ragged(x, config.again_rows, config.dim) for x in (k, v) if config.anchored),
+        *(describe_ragged(x, AGAIN_ROWS, config.dim) for x in (k, v) if config.anchored),
     )
 
     def launch_of(ctas: int, num_items: int, dynamic: bool, split: bool) -> Launch:
