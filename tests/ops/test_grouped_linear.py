@@ -87,3 +87,20 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         grouped_linear(x, weight.double(), sizes)
     with pytest.raises(NotImplementedError, match="requires a gradient.*`linear` for each group"):
         grouped_linear(x.requires_grad_(), weight, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("mean", [1, 12, 40, 64, 300])  # rows a group: each shape of tiles
+def test_on_a_gpu(mean: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(mean)
+    sizes = torch.tensor([mean, 0, 2 * mean, mean - 1, 1, 3 * mean + 1, 0, mean], device="cuda")
+    x = torch.randn((int(sizes.sum()), 200), generator=generator, device="cuda").to(dtype)
+    weight = torch.randn((len(sizes), 520, 200), generator=generator, device="cuda").to(dtype)
+    weight[sizes == 0] = torch.nan
+    out = grouped_linear(x, weight, sizes, kernel="triton")
+    exact = grouped_linear(x.double(), weight.double(), sizes, kernel="torch")
+    total = grouped_linear(x.double().abs(), weight.double().abs(), sizes, kernel="torch")
+    allowed = torch.finfo(dtype).eps * exact.abs() + 4 * torch.finfo(torch.float32).eps * total
+    assert bool(((out.double() - exact).abs() <= allowed).all())
