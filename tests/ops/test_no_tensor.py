@@ -139,3 +139,56 @@ def test_a_field_of_a_batch_that_is_something_else_is_named(field: str) -> None:
             continue
         with pytest.raises(ValueError, match=f"{field} is 'x'"):
             operator(**{**arguments, "batch": wrong})
+
+
+DIFFERENTIABLE = {
+    *(ops.attention, ops.attention_varlen, ops.differential_attention),
+    *(ops.differential_attention_varlen, ops.merge_attention_states, ops.rms_norm, ops.linear),
+    *(ops.silu_and_mul, ops.gelu_and_mul, ops.matmul, ops.pack),
+}
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    scale, fp8 = torch.ones(2), torch.float8_e4m3fn
+    pages = {"k_pages": PAGES.to(fp8), "v_pages": PAGES.to(fp8)}
+    more: dict[Callable[..., Any], dict[str, Any]] = {
+        ops.paged_attention: {"sink": scale, "k_scale": scale, "v_scale": scale, **pages},
+        ops.tree_attention: {"sink": scale, "k_scale": scale, "v_scale": scale, **pages},
+        ops.append_kv: {
+            "k_scale": scale, "v_scale": scale, "cos_sin": TABLE, "positions": SLOTS, **pages,
+        },
+        ops.matmul: {
+            "a": ROWS.to(fp8), "b": ROWS.T.to(fp8), "scale_a": scale[0], "scale_b": scale[0],
+        },
+    }  # fmt: skip
+    for operator, arguments in CALLS.items():
+        given = {**arguments, **more.get(operator, {})}
+        if operator is ops.plan_paged_attention:  # of tensors it reads shapes alone
+            continue
+        for name, value in given.items():
+            differentiable = operator in DIFFERENTIABLE and not name.startswith("scale_")
+            if differentiable or not isinstance(value, torch.Tensor) or value.itemsize < 4:
+                continue
+            if not value.is_floating_point() or (name == "x" and operator is ops.rotary_embedding):
+                continue
+            wanted = {**given, name: value.clone().requires_grad_()}
+            with pytest.raises(NotImplementedError, match=f"{name} requires a gradient"):
+                operator(**wanted)
+            with torch.no_grad():
+                operator(**wanted)
+
+
+@pytest.mark.parametrize("flag", ["causal", "interleaved", "batch_invariant"])
+@pytest.mark.parametrize("value", ["no", None, 0.5, torch.tensor(True)], ids=repr)
+def test_a_flag_that_is_neither_true_nor_false_is_named(flag: str, value: Any) -> None:
+    for operator, arguments in CALLS.items():
+        if flag in _options(operator):
+            with pytest.raises(ValueError, match=f"{flag} is .*; it must be True or False"):
+                operator(**arguments, **{flag: value})
+
+
+@pytest.mark.parametrize("pages", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("shape", [(1, 2, 16, 64), (3, 1, 16, 64), (3, 2, 1, 64), (3, 2, 16, 1)])
+def test_pages_that_lie_in_one_place_are_not_written(pages: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{pages} is expanded.*pages of their own"):
+        ops.append_kv(**{**CALLS[ops.append_kv], pages: torch.zeros(shape).expand(PAGES.shape)})

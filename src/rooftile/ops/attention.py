@@ -19,6 +19,7 @@ from rooftile.ops.attention_call import attention_call, fake_attention
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
 from rooftile.ops.check import (
     check_device,
+    check_flags,
     check_float,
     check_same,
     check_shape,
@@ -272,6 +273,7 @@ def check_options(
         all(side is None or (isinstance(side, int) and side >= 0) for side in sides),
         lambda: f"{name}: window is {window}; each side must be an int >= 0, or None for unbounded",
     )
+    check_flags(name, causal=causal)
     left, right = (-1 if side is None or side >= UNREACHABLE else side for side in sides)
     require(
         is_finite(softcap) and (softcap == 0 or softcap >= LEAST_SOFTCAP),

@@ -68,6 +68,24 @@ def check_device(operator: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_flags(operator: str, **flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, int):  # a bool is one
+            raise ValueError(f"{operator}: {name} is {flag!r:.80}; it must be True or False")
+
+
+def refuse_gradient(operator: str, remedy: str = "", **tensors: Tensor | None) -> None:
+    """Of arguments that have none; torch would drop it with a warning at best."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{operator}: {name} requires a gradient, and it has no backward; "
+                f"{remedy}call under torch.no_grad()"
+            )
+
+
 def check_whole(operator: str, least: int, **numbers: int) -> None:
     """Whole numbers that kernels can count with, tracing ones included."""
     for name, number in numbers.items():

@@ -22,7 +22,14 @@ from rooftile.ops.attention import (
     check_qkv,
     is_finite,
 )
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_float,
+    check_same,
+    check_shape,
+    refuse_gradient,
+    require,
+)
 from rooftile.ops.operator import GPU_FAMILIES, Operator
 from rooftile.ops.paged import make_plan, no_plan
 from rooftile.ops.paged_check import check_batch, check_pages
@@ -172,13 +179,8 @@ def paged_differential_attention(
     )
     check_heads(name, q1.shape[1], k_pages.shape[1])
     lam = _check_queries(name, q1, q2, lam)
-    if torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (q1, q2, k_pages, v_pages, lam)
-    ):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and pages have no backward; "
-            f"use differential_attention_varlen, or call under torch.no_grad()"
-        )
+    remedy = "use differential_attention_varlen, or "
+    refuse_gradient(name, remedy, q1=q1, q2=q2, k_pages=k_pages, v_pages=v_pages, lam=lam)
     left, right, scale = check_options(name, q1, causal, window, 0.0, None, softmax_scale)
     check_batch(name, q1, k_pages, batch, left, "q1")
     out, lse1, lse2 = PAGED_DIFFERENTIAL.handle(

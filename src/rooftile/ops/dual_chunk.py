@@ -21,8 +21,8 @@ from rooftile.ops.attention import (
     check_qkv,
     fake_attention,
 )
-from rooftile.ops.check import check_same, check_shape, require
-from rooftile.ops.dual_chunk_rotary import check_chunks, refuse_gradient
+from rooftile.ops.check import check_same, check_shape, refuse_gradient, require
+from rooftile.ops.dual_chunk_rotary import check_chunks
 from rooftile.ops.operator import GPU_FAMILIES, Operator
 from rooftile.ops.paged import make_plan, no_plan
 from rooftile.ops.paged_check import check_batch, check_pages
@@ -83,7 +83,7 @@ def dual_chunk_attention(
     )
     scale = _check_queries(name, q_intra, q_succ, q_inter, softcap, softmax_scale)
     check_chunks(name, chunk_size, local_size)
-    refuse_gradient(name, q_intra, q_succ, q_inter, k, v)
+    refuse_gradient(name, q_intra=q_intra, q_succ=q_succ, q_inter=q_inter, k=k, v=v)
     out, lse = DUAL_CHUNK.handle(
         q_intra, q_succ, q_inter, k, v, chunk_size - local_size, softcap, scale, kernel
     )
@@ -127,7 +127,7 @@ def dual_chunk_attention_varlen(
     check_cu_seqlens(name, "cu_seqlens_q", cu_seqlens_q, "q_intra", q_intra, max_q_len, "max_q_len")
     check_cu_seqlens(name, "cu_seqlens_k", cu_seqlens_k, "k", k, max_kv_len, "max_kv_len")
     check_shape(name, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "[batch + 1]")
-    refuse_gradient(name, q_intra, q_succ, q_inter, k, v)
+    refuse_gradient(name, q_intra=q_intra, q_succ=q_succ, q_inter=q_inter, k=k, v=v)
     out, lse = DUAL_CHUNK_VARLEN.handle(
         *(q_intra, q_succ, q_inter, k, v, cu_seqlens_q, cu_seqlens_k, max_q_len, max_kv_len),
         *(chunk_size - local_size, softcap, scale, kernel),
@@ -173,7 +173,8 @@ def paged_dual_chunk_attention(
     check_heads(name, q_intra.shape[1], k_pages.shape[1])
     scale = _check_queries(name, q_intra, q_succ, q_inter, softcap, softmax_scale)
     check_chunks(name, chunk_size, local_size)
-    refuse_gradient(name, q_intra, q_succ, q_inter, k_pages, v_pages)
+    refuse_gradient(name, q_intra=q_intra, q_succ=q_succ, q_inter=q_inter)
+    refuse_gradient(name, k_pages=k_pages, v_pages=v_pages)
     check_batch(name, q_intra, k_pages, batch, -1, "q_intra")
     out, lse = PAGED_DUAL_CHUNK.handle(
         *(q_intra, q_succ, q_inter, k_pages, v_pages),

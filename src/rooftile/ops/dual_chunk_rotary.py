@@ -18,10 +18,12 @@ from torch import Tensor
 from rooftile.ops.attention import check_integers
 from rooftile.ops.check import (
     check_device,
+    check_flags,
     check_float,
     check_shape,
     check_tensors,
     check_whole,
+    refuse_gradient,
     require,
 )
 from rooftile.ops.operator import Operator, contents_checked
@@ -198,7 +200,8 @@ def dual_chunk_rotary_embedding(
     )
     if original_max_position is not None:
         check_whole(name, 1, original_max_position=original_max_position)
-    refuse_gradient(name, q)
+    refuse_gradient(name, q=q, cos_sin=cos_sin)
+    check_flags(name, interleaved=interleaved)
     if contents_checked(positions) and positions.numel():
         _check_least(name, "positions", positions, 0)
         if lengths is not None:
@@ -208,14 +211,6 @@ def dual_chunk_rotary_embedding(
         *(original_max_position or 0, kernel),
     )
     return q_intra, q_succ, q_inter
-
-
-def refuse_gradient(name: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and there is no backward; "
-            f"call under torch.no_grad()"
-        )
 
 
 def _check_least(name: str, tensor_name: str, tensor: Tensor, least: int) -> None:

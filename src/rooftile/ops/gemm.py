@@ -11,10 +11,12 @@ from torch import Tensor
 from rooftile.kernels.reference.gemm import ACTIVATIONS, activation_backward, is_gated
 from rooftile.ops.check import (
     check_device,
+    check_flags,
     check_float,
     check_same,
     check_shape,
     check_tensors,
+    refuse_gradient,
     require,
 )
 from rooftile.ops.operator import Operator
@@ -131,6 +133,8 @@ def matmul(
         scale_a = scale_a.flatten()
     if scale_b is not None and scale_b.dim() and not packed:
         check_shape(name, "scale_b", scale_b, (n,), "[n]")
+    refuse_gradient(name, scale_a=scale_a, scale_b=scale_b)
+    check_flags(name, batch_invariant=batch_invariant)
     out = MATMUL.handle(
         *(a.flatten(0, -2), b, bias, residual, scale_a, scale_b),
         *(chosen, out_dtype, batch_invariant, kernel),

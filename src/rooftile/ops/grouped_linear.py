@@ -13,6 +13,7 @@ from rooftile.ops.check import (
     check_same,
     check_shape,
     check_tensors,
+    refuse_gradient,
     require,
 )
 from rooftile.ops.operator import Operator, contents_checked
@@ -66,11 +67,7 @@ def grouped_linear(
         group_sizes.dtype in (torch.int32, torch.int64),
         lambda: f"{name}: group_sizes has dtype {group_sizes.dtype}; convert it to torch.int64",
     )
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and this operator has no backward; "
-            f"call `linear` for each group, or call under torch.no_grad()"
-        )
+    refuse_gradient(name, "call `linear` for each group, or ", x=x, weight=weight)
     if contents_checked(x):
         sizes = group_sizes.tolist()
         require(

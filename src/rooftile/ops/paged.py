@@ -15,7 +15,15 @@ from rooftile.ops.attention import (
     check_options,
     fake_attention,
 )
-from rooftile.ops.check import check_device, check_float, check_same, check_shape, require
+from rooftile.ops.check import (
+    check_device,
+    check_flags,
+    check_float,
+    check_same,
+    check_shape,
+    refuse_gradient,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 from rooftile.ops.paged_check import (
     check_batch,
@@ -92,11 +100,10 @@ def paged_attention(
     name = "paged_attention"
     check_pages(name, q, "q", k_pages, v_pages)
     check_keys(name, q, k_pages)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and pages have no backward; "
-            f"use attention_varlen, or call under torch.no_grad()"
-        )
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    pools = {"k_pages": k_pages, "v_pages": v_pages}
+    refuse_gradient(name, "use attention_varlen, or ", q=q, **pools, sink=sink, **scales)
+    check_flags(name, batch_invariant=batch_invariant)
     left, right, scale = check_options(name, q, causal, window, softcap, sink, softmax_scale)
     check_batch(name, q, k_pages, batch, left)
     if batch.prefix is not None:
@@ -176,6 +183,7 @@ def plan_paged_attention(
     check_pages(name, q, "q", k_pages, v_pages)
     check_keys(name, q, k_pages)
     left, right, _ = check_options(name, q, causal, window, softcap, sink, None)
+    check_flags(name, batch_invariant=batch_invariant)
     check_batch(name, q, k_pages, batch, left)
     if batch.prefix is not None:
         check_prefix(name, batch, batch.prefix, k_pages.shape[2])
@@ -301,10 +309,17 @@ def append_kv(
         check_shape(name, tensor_name, tensor, expected, "[tokens, heads, dim] of its pages")
     check_same(name, k=k, v=v)
     check_scales(name, k_pages, v_pages, k_scale, v_scale)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (k, v, k_pages, v_pages)):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and pages have no backward; "
-            f"call under torch.no_grad()"
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    pools = {"k_pages": k_pages, "v_pages": v_pages}
+    refuse_gradient(name, "", k=k, v=v, **pools, cos_sin=cos_sin, **scales)
+    check_flags(name, interleaved=interleaved)
+    for pages_name, pages in pools.items():
+        require(
+            all(pages.stride(i) or pages.shape[i] < 2 for i in range(4)),
+            lambda pages_name=pages_name: (  # type: ignore[misc]
+                f"{name}: {pages_name} is expanded, so that several slots are one place in memory; "
+                f"give pages of their own"
+            ),
         )
     check_integers(name, "slots", slots, k, "k")
     check_shape(name, "slots", slots, (k.shape[0],), "[tokens]")

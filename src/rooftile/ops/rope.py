@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_float, check_shape, check_tensors, require
+from rooftile.ops.check import (
+    check_device,
+    check_flags,
+    check_float,
+    check_shape,
+    check_tensors,
+    refuse_gradient,
+    require,
+)
 from rooftile.ops.operator import Operator, contents_checked
 
 
@@ -80,6 +88,8 @@ def rotary_embedding(
                 f"positions 0 to {cos_sin.shape[0] - 1}; build a longer table"
             ),
         )
+    refuse_gradient("rotary_embedding", cos_sin=cos_sin)
+    check_flags("rotary_embedding", interleaved=interleaved)
     return ROTARY_EMBEDDING.handle(x, positions, cos_sin, interleaved, False, kernel)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.ops.check import check_device, check_shape, check_tensors, require
+from rooftile.ops.check import check_device, check_shape, check_tensors, refuse_gradient, require
 from rooftile.ops.operator import Operator, contents_checked
 
 
@@ -177,6 +177,7 @@ def _check_logits(operator: str, logits: Tensor) -> None:
         ),
     )
     _check_dtype(operator, "logits", logits, torch.float32)
+    refuse_gradient(operator, logits=logits)
 
 
 def _check_dtype(operator: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:

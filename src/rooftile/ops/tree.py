@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.ops.attention import check_heads, check_options, fake_attention
-from rooftile.ops.check import check_device, check_shape, require
+from rooftile.ops.check import check_device, check_shape, refuse_gradient, require
 from rooftile.ops.operator import Operator
 from rooftile.ops.paged import paged_call
 from rooftile.ops.paged_check import check_batch, check_pages, check_scales
@@ -66,11 +66,8 @@ def tree_attention(
             f"one for each bit of its masks"
         ),
     )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_pages, v_pages)):
-        raise NotImplementedError(
-            f"{name}: an input requires a gradient, and pages have no backward; "
-            f"call under torch.no_grad()"
-        )
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    refuse_gradient(name, "", q=q, k_pages=k_pages, v_pages=v_pages, sink=sink, **scales)
     out, lse = TREE_ATTENTION.handle(
         *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table, tree),
         *(batch.max_q_len, batch.max_kv_len, sink, softcap, scale, k_scale, v_scale, kernel),
