@@ -79,7 +79,7 @@ def refuse_gradient(operator: str, remedy: str = "", **tensors: Tensor | None) -
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise NotImplementedError(
                 f"{operator}: {name} requires a gradient, and it has no backward; "
                 f"{remedy}call under torch.no_grad()"
