@@ -371,7 +371,9 @@ def test_refusals_of_batches_name_the_value_and_the_remedy() -> None:
     eight = (paged.q, *(x.to(torch.float8_e4m3fn) for x in arguments[1:]))
     with pytest.raises(ValueError, match="k_scale is 1.0; it must be a tensor"):
         paged_attention(*eight, paged.batch, k_scale=1.0, v_scale=1.0)  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="q requires a gradient, .*; use attention_varlen"):
+    with pytest.raises(
+        NotImplementedError, match="q requires a gradient, .*; use attention_varlen"
+    ):
         paged_attention(paged.q.clone().requires_grad_(), *arguments[1:], paged.batch)
     with pytest.raises(NotImplementedError, match="'torch' cannot run.*no softcap"):
         paged_attention(*arguments, paged.batch, softcap=1.0, kernel="torch")
