@@ -118,6 +118,17 @@ def test_ragged_with_nan_in_the_padding(
     assert_close(kernel.attention_varlen(q, k, v, *rest), exact)
 
 
+def test_nan_among_the_keys_that_are_seen_shows_in_lse_too() -> None:
+    """An lse of -inf would say that nothing was seen, and merging would drop the part."""
+    q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+    k[0, 2, 0, 7] = math.nan
+    out, lse = kernel.attention(q, k, v, None, -1, 0, 0.0, 0.25)
+    for x in (out[..., 0], lse):
+        assert bool(x[0, 2:, 0].isnan().all())
+        assert bool(x[0, :2].isfinite().all())
+        assert bool(x[0, :, 1].isfinite().all())
+
+
 def test_reasons_for_refusal() -> None:
     call = {"device": "cpu", "dtype": torch.float16, "k_dim": 64, "v_dim": 64, "page_size": 0}
     assert kernel.supports(SimpleNamespace(**call)) is None

@@ -178,6 +178,21 @@ def test_merging_many_parts() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_nan_among_the_keys_that_are_seen_comes_out_of_every_part() -> None:
+    """Where a plan cuts a request, none of its parts may pass for one that saw nothing."""
+    k_pages, v_pages = torch.randn(2, 80, 1, 16, 16)
+    table = torch.arange(80, dtype=torch.int32)[None]
+    batch = PagedBatch(torch.tensor([0, 1]), torch.tensor([1280]), table, 1, 1280)
+    q = torch.randn(1, 2, 16)
+    plan = plan_paged_attention(q, k_pages, v_pages, batch, kernel="triton")
+    assert int(plan.buffer[0]) == 1  # a merge
+    for page in (5, 79):
+        broken = k_pages.clone()
+        broken[page, 0, 3, 2] = math.nan
+        got = paged_attention(q, broken, v_pages, batch, return_lse=True, plan=plan)
+        assert all(bool(x.isnan().all()) for x in got)
+
+
 def test_what_the_kernel_refuses() -> None:
     paged = fill(torch.Generator(), [(1, 9)], (1, 1), (8, 8), 4, torch.bfloat16)
     arguments = (paged.q, paged.k_pages, paged.v_pages, paged.batch)

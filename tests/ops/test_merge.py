@@ -42,11 +42,22 @@ def test_parts_make_the_whole(
     out, lse = merge_attention_states(outs, lses)
     expected = oracle.attend(q, kv[0], kv[1], sink=sink)
     assert (out.dtype, lse.dtype) == (dtype, lses.dtype)
-    # The weights exp(lses - lse) carry the rounding of lse, which may be several units.
+    # The weights carry the rounding of the parts' lse, which may be several units.
     assert_rows_close(out, expected[0], dtype, scale=4)
     empty = expected[1] == -math.inf
     assert torch.equal(lse == -math.inf, empty)
     torch.testing.assert_close(lse[~empty].double(), expected[1][~empty], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e4, -1e6, 1e8])
+def test_weights_add_up_to_one_whatever_the_size_of_lse(size: float) -> None:
+    outs = torch.full((3, 2, 1, 4), 5.0, requires_grad=True)
+    lses = torch.tensor([0.5, 0.25, -0.5])[:, None, None].expand(3, 2, 1) + size
+    out, _ = merge_attention_states(outs, lses)
+    torch.testing.assert_close(out, outs[0], rtol=1e-6, atol=0)
+    out.sum().backward()
+    assert outs.grad is not None
+    torch.testing.assert_close(outs.grad.sum(0), torch.ones(2, 1, 4), rtol=1e-6, atol=0)
 
 
 def test_gradients_through_a_split_equal_those_of_the_whole() -> None:

@@ -9,9 +9,12 @@ from rooftile.kernels import Kernel, anything
 from rooftile.kernels.reference.precision import widen
 
 
-def _weights(lses: Tensor, lse: Tensor) -> Tensor:
-    """[n, tokens, heads]: the share of each part; 0 for a part that saw nothing."""
-    return torch.exp(lses - lse).masked_fill(lses == -torch.inf, 0)
+def _weights(lses: Tensor) -> Tensor:
+    """[n, tokens, heads]: the share of each part; 0 for a part that saw nothing.
+
+    They add up to 1, as exp(lses - lse) does not where a rounding of lse is large.
+    """
+    return torch.softmax(lses, 0).masked_fill(lses == -torch.inf, 0)
 
 
 def merge_attention_states(
@@ -20,7 +23,7 @@ def merge_attention_states(
 ) -> tuple[Tensor, Tensor]:  # [tokens, heads, v_dim], [tokens, heads]
     lses = widen(lses)
     lse = torch.logsumexp(lses, 0)
-    weights = _weights(lses, lse)[..., None]
+    weights = _weights(lses)[..., None]
     # A part without weight must not contribute NaN through 0 * NaN.
     out = (weights * widen(outs).masked_fill(weights == 0, 0)).sum(0)
     return out.to(outs.dtype), lse
@@ -34,7 +37,7 @@ def merge_attention_states_backward(
     grad_out: Tensor,  # [tokens, heads, v_dim]
     grad_lse: Tensor,  # [tokens, heads]
 ) -> tuple[Tensor, Tensor]:
-    weights = _weights(widen(lses), lse)
+    weights = _weights(widen(lses))
     unused = (weights == 0)[..., None]
     grad_outs = (weights[..., None] * grad_out).masked_fill(unused, 0)
     drift = (widen(outs).masked_fill(unused, 0) - widen(out)) * widen(grad_out)

@@ -343,8 +343,8 @@ def attention_kernel(
             )  # fmt: skip
     o, maximum, total = state
 
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
-    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    o = o / tl.where(total != 0, total, 1.0)[:, None]
+    log_sum = tl.where(total != 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     token = (out_start + rows) * num_heads + head
     o = o.to(out.dtype.element_ty)
     if o_desc is not None:

@@ -140,8 +140,8 @@ def _fold(
 def _finish(state):
     """The output and lse of a state."""
     o, maximum, total = state
-    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    return o / tl.where(total > 0, total, 1.0)[:, None], log_sum
+    log_sum = tl.where(total != 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    return o / tl.where(total != 0, total, 1.0)[:, None], log_sum
 
 
 _UNSPECIALISED = ["q_len", "kv_len", "left", "right", "group_size", "num_pairs", "batch"]

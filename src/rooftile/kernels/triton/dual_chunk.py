@@ -255,8 +255,8 @@ def dual_chunk_kernel(
             )  # fmt: skip
     o, maximum, total = state
 
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
-    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    o = o / tl.where(total != 0, total, 1.0)[:, None]
+    log_sum = tl.where(total != 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     token = (out_start + rows) * num_heads + head
     out_mask = (rows < row_end)[:, None] & (v_column < v_dim)[None, :]
     at = out + token[:, None] * v_dim + v_column[None, :]

@@ -221,8 +221,8 @@ def _run_item(
             )  # fmt: skip
     o, maximum, total = state
 
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
-    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    o = o / tl.where(total != 0, total, 1.0)[:, None]
+    log_sum = tl.where(total != 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     store_item(
         o, log_sum, out, lse, partial_out, partial_lse, partial_row, lane, valid, q_begin, token, head,
         num_heads, v_dim, v_tile,

@@ -50,8 +50,8 @@ def _merge_row(
         total = total * alpha + tl.sum(weights, 0)
         o = o * alpha + tl.sum(values.to(tl.float32) * weights[:, None], 0)
         maximum = new_maximum
-    o = o / tl.where(total > 0, total, 1.0)
-    return o, tl.where(total > 0, maximum + tl.log(total), float("-inf"))
+    o = o / tl.where(total != 0, total, 1.0)
+    return o, tl.where(total != 0, maximum + tl.log(total), float("-inf"))
 
 
 @triton.jit(do_not_specialize=["merges_at"])
@@ -193,8 +193,8 @@ def merge_shared_kernel(
                 weighted = tl.where(visible, values * weights[:, :, None], 0.0)
                 o = o * shrink[:, None] + tl.sum(weighted, 1)
                 maximum = highest
-            o = o / tl.where(total > 0, total, 1.0)[:, None]
-            log_sum = tl.where(total > 0, maximum + tl.log(total), float("-inf"))
+            o = o / tl.where(total != 0, total, 1.0)[:, None]
+            log_sum = tl.where(total != 0, maximum + tl.log(total), float("-inf"))
             token = (q_begin + row // group_size).to(tl.int64) * num_heads + head
             wide = tl.arange(0, dim_tile)[None, :]
             mask = valid[:, None] & (wide < dim)

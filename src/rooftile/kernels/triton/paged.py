@@ -326,10 +326,10 @@ def _run_item(
         total = total * alpha + tl.exp2(logit - new_maximum)
         o = o * alpha[:, None]
         maximum = new_maximum
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
+    o = o / tl.where(total != 0, total, 1.0)[:, None]
     if scaled:
         o = o * tl.load(v_scale + kv_head)
-    log_sum = tl.where(total > 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    log_sum = tl.where(total != 0, (maximum + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     store_item(
         o, log_sum, out, lse, partial_out, partial_lse, partial_row, lane, valid, q_begin, token, head,
         num_heads, v_dim, v_tile,
