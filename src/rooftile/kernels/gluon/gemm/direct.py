@@ -24,6 +24,7 @@ from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
 WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
+LINE = gl.constexpr(64)  # elements of a line of the caches
 
 
 @gluon.constexpr_function
@@ -83,6 +84,24 @@ def _operand(
         return gl.load(pointers, mask=(at < end) & (wide_row >= 0), other=0.0)
 
 
+@gluon.jit
+def _fetch_lines(y, stride, rows, row0, k, tile: gl.constexpr, warps: gl.constexpr):
+    """Starts bringing rows row0 .. of y to the first cache, so that steps do not wait for the second."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    for row in range(row0, gl.minimum(row0 + tile, rows)):
+        base = y + gl.cast(row, gl.int64) * stride
+        for first in range(0, k, LINE * 32 * warps):
+            at = first + gl.arange(0, 32 * warps, layout) * LINE
+            gl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [base + gl.minimum(at, k - 1)],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
 @gluon.jit(
     do_not_specialize=[
         *("x", "y", "out", "bias", "residual", "scales", "x_stride", "y_stride", "x_rows", "y_rows"),
@@ -122,6 +141,7 @@ def direct_kernel(
     early: gl.constexpr,  # codes are fetched a step before they are multiplied
     ahead: gl.constexpr,  # the first of them before the kernels before have ended
     grouped: gl.constexpr,
+    lines: gl.constexpr,
 ):
     """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
     sums: gl.constexpr = _product_layout(warps_k, warps_x, warps_y)
@@ -150,6 +170,8 @@ def direct_kernel(
         word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
     if ahead:
         await_kernels_before()
+    if lines:
+        _fetch_lines(y, y_stride, y_rows, y0, k, tile_y, warps)
     for k0 in range(0, k, warps_k * tile_k):
         if codes and not early:
             word, scale = fetch_codes(

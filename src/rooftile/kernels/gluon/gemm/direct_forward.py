@@ -82,6 +82,7 @@ def _launch(
         ("early", plan.early),
         ("ahead", ahead),
         ("grouped", plan.grouped if codes else 0),
+        ("lines", codes and plan.lines),
     )
     x_stride, y_stride, out_stride, residual_stride = strides
     return Launch(
@@ -93,5 +94,6 @@ def _launch(
         (x_stride, y_stride, x_rows, y_rows, k, tiles_x, out_stride, residual_stride),
         constants,
         warps=plan.warps,
+        most_registers=plan.registers,
         dependent=True,
     )

@@ -24,6 +24,8 @@ class DirectPlan:
     transposed: bool = False
     early: bool = False
     grouped: int = 0
+    lines: bool = False
+    registers: int | None = None
     seconds: float = 0.0
 
     @property

@@ -70,9 +70,11 @@ def plan_of_few_rows(m: int, n: int, k: int, num_sms: int, gated: bool) -> FewRo
     else:
         tile, warps, shared = 256, 8, _SHARED_BYTES
     tiles = -(-n // tile)
-    pieces = 4 if tile == 64 and rows <= 16 else 2
+    splits = max(min(num_sms // tiles, _MOST_SPLITS, -(-k // (2 * _BOX_K))), 1)
+    # As much of a row at a time as may be, but three stages at least or all there is.
+    pieces = 4 if tile == 64 and (rows <= 16 or k <= splits * 12 * _BOX_K) else 2
     steps = -(-k // (_BOX_K * pieces))
-    splits = max(min(num_sms // tiles, _MOST_SPLITS, steps), 1)
+    splits = min(splits, steps)
     stages = max(min(most_stages(tile, m, pieces, shared), -(-steps // splits)), 2)
     if tile > 64:
         stages = 2  # more CTAs at a time instead
