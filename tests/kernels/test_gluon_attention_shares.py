@@ -52,7 +52,8 @@ def cut_tiles(q: Any, k: Any, v: Any, config: Any, left: int, right: int) -> int
     config = config or CONFIG.config_of(dim, dim, q.shape[1], right)
     heads, places = q.shape[0] * q.shape[2], 5 * config.ctas
     device = torch.device("cpu")
-    cut = CUT.cut_of(config, device, heads, q.shape[1], k.shape[1], left, right, places, right >= 0)
+    lengths = q.shape[1], k.shape[1]
+    cut = CUT.cut_of(config, device, heads, *lengths, left, right, places, right >= 0, 0)
     return int(cut.new_parts().shape[0])
 
 
@@ -165,9 +166,14 @@ def test_whole_waves_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut(heads: int, q_len: int, kv_len: int, right: int, places: int = 132) -> Any:
         config, device = CONFIG.CONFIGS[128], torch.device("cpu")
-        return CUT.cut_of(config, device, heads, q_len, kv_len, -1, right, places, right >= 0)
+        kv_bytes = 2 * kv_len * 256 * heads
+        return CUT.cut_of(
+            config, device, heads, q_len, kv_len, -1, right, places, right >= 0, kv_bytes
+        )
 
     assert cut(8, 2048, 2048, -1, 128) is None
     assert cut(10, 1792, 8192, -1) is not None  # 140 tiles
     assert cut(8, 4096, 16384, 0) is None
     assert cut(4, 4096, 4096, 0) is not None
+    assert cut(6, 2048, 20000, -1) is None  # 96 tiles, more keys than the L2 cache holds
+    assert cut(6, 2048, 8192, -1) is not None

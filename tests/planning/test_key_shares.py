@@ -128,7 +128,7 @@ def test_blocks_hold_all_keys_that_a_tile_sees(
 
 def test_tiles_a_little_over_a_wave_take_a_little_over_its_time() -> None:
     costs = Costs(block=2700, item=4000, part=2000, join=8000)
-    whole = whole_tiles([(0, 32)] * 28, 5, 132, costs)
+    whole = whole_tiles([(0, 32)] * 28, 5, 132, costs, 5)
     assert whole == 2 * (32 * 2700 + 4000)
     assert share_out([(0, 32)] * 28, 5, 132, costs).clocks < 0.65 * whole
 
@@ -156,6 +156,7 @@ def test_the_end_of_each_share_is_the_beginning_of_the_next(causal: bool) -> Non
 def test_a_second_tile_is_taken_before_the_first_has_ended() -> None:
     tiles = [(0, count) for count in range(32, 0, -1)]
     costs = Costs(block=1, item=0, part=0, join=0)
-    assert whole_tiles(tiles, 4, 132, costs) == 32
-    assert whole_tiles(tiles, 8, 132, costs) == 32 + 16
-    assert whole_tiles(tiles, 80, 132, costs) == 32 * 33 * 80 // 2 // 132
+    assert whole_tiles(tiles, 4, 132, costs, 4) == 32
+    assert whole_tiles(tiles, 8, 132, costs, 8) == 32 + 16
+    assert whole_tiles(tiles, 8, 132, costs, 4) == 32 + 31  # 128 tiles of four heads come first
+    assert whole_tiles(tiles, 80, 132, costs, 80) == 32 * 33 * 80 // 2 // 132

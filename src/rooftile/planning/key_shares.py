@@ -125,7 +125,9 @@ def _cut(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> Shares:
             before = 0
         elif counts[j] - before < costs.fewest:
             tile, before = tile + 1, 0
-        if (tile, before) > cuts[-1] and tile < total:
+        last, end = cuts[-1]
+        near = tile == last and before - end < costs.fewest
+        if (tile, before) > cuts[-1] and tile < total and not near:
             cuts.append((tile, before))
     cuts.append((total, 0))
     shares: list[list[Item]] = []
@@ -153,8 +155,8 @@ def least_clocks(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> 
     return (blocks * costs.block + max(len(tiles) * heads, ctas) * costs.item) // ctas + costs.join
 
 
-def whole_tiles(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> int:
-    """Clocks, about, of whole tiles that CTAs take in turn, the longest first."""
+def whole_tiles(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs, together: int) -> int:
+    """Clocks, about, of whole tiles that CTAs take in turn, the longest of `together` heads first."""
     counts = sorted((count for _, count in tiles), reverse=True)
     total = len(tiles) * heads
     if counts[0] == counts[-1]:
@@ -163,5 +165,7 @@ def whole_tiles(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs) -> i
     # A CTA takes its second tile when it has begun with its first, whatever that takes.
     first_two = counts[0] * costs.block + costs.item
     if total > ctas:
-        first_two += counts[ctas // heads] * costs.block + costs.item
+        section, at = divmod(ctas, together * len(tiles))
+        width = min(together, heads - section * together)
+        first_two += counts[at // width] * costs.block + costs.item
     return max(first_two, -(-clocks // ctas))

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.kernels.gluon.attention.config import CUT_BELOW, MOST_TILES_CUT, Config
+from rooftile.kernels.gluon.attention.config import (
+    ALONE,
+    BEYOND_CACHE,
+    CACHED_BYTES,
+    CUT_BELOW,
+    MOST_TILES_CUT,
+    Config,
+)
 from rooftile.kernels.gluon.counter import MOST_COUNTERS
 from rooftile.planning.key_shares import (
     WORDS,
@@ -64,6 +71,8 @@ def cut_of(
     right: int,
     places: int,  # CTAs at a time
     last_first: bool,  # the kernel counts a sequence's last tile first
+    kv_bytes: int,  # of all keys and values
+    heads_together: int = 0,  # whose whole tiles are taken before those of others, 0: of all
 ) -> Cut | None:
     """How sequences of these lengths are cut, or None where whole tiles take about as long."""
     rows = config.tile_rows
@@ -78,7 +87,11 @@ def cut_of(
     ]
     if last_first:
         tiles.reverse()
-    limit = CUT_BELOW * whole_tiles(tiles, heads, places, config.costs)
+    limit = CUT_BELOW * whole_tiles(tiles, heads, places, config.costs, heads_together or heads)
+    if kv_bytes > CACHED_BYTES:
+        limit *= BEYOND_CACHE
+    if len(tiles) * heads * config.ctas <= places and config.ctas > 1:
+        limit *= ALONE
     if least_clocks(tiles, heads, places, config.costs) > limit:
         return None
     shares = share_out(tiles, heads, places, config.costs)

@@ -20,11 +20,13 @@ from rooftile.kernels.gluon.attention.config import (
     box_columns,
     config_of,
     heads_at_a_time,
+    short_of,
     typical_length,
 )
 from rooftile.kernels.gluon.attention.cut import cut_of
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
+from rooftile.kernels.gluon.attention.short.forward import bind_short
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
 from rooftile.kernels.gluon.counter import address_of_counter, counter, counters
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
@@ -169,14 +171,36 @@ def bind_attention(
 
         return run_prepared
     changed = (slopes is not None, mods is not NO_MODS)
+    unchanged = sink is None and left < 0 and softcap == 0 and not any(changed)
+    short = None if config else short_of(k_dim, v_dim, kv_len, unchanged)
+    if short is not None:
+        fill = bind_short(q, k, v, right, scale, short)
+        like_out, like_lse = _templates(q, v_dim)
+
+        def run_short(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            sink: Tensor | None,
+            slopes: Tensor | None = None,
+            mods: Mods = NO_MODS,
+        ) -> Result:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+                q, k, v = addressable(q), addressable(k), addressable(v)
+                return attention(q, k, v, sink, left, right, softcap, scale)
+            out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+            fill(q, k, v, out, lse)
+            return out, lse
+
+        return run_short
     config = config or config_of(k_dim, v_dim, q_len, right, *changed)
     if q.dtype == torch.float16:
         config = config.of_few_bits()
     q_tiles = -(-q_len // config.tile_rows)
     num_tiles = q_tiles * batch * num_heads
-    heads = 1
+    heads, kv_bytes = 1, kv_len * (k_dim + v_dim) * k.element_size()  # of a head
     if right >= 0:
-        heads = heads_at_a_time(config.dim, q_len, kv_len * (k_dim + v_dim) * k.element_size())
+        heads = heads_at_a_time(config.dim, q_len, kv_bytes)
     group_size = num_heads // num_kv_heads
     unequal = (left >= 0 or right >= 0) and q_len > IN_TURN_Q_LEN
     places = multiprocessors(q.device) * config.ctas
@@ -257,7 +281,8 @@ def bind_attention(
         return out, lse
 
     cut = cut_of(
-        *(config, device, batch * num_heads, q_len, kv_len, left, right, places), right >= 0
+        *(config, device, batch * num_heads, q_len, kv_len, left, right, places),
+        *(right >= 0, kv_bytes * batch * num_kv_heads, section),
     )
     if cut is None or not plain:
         return run
@@ -454,7 +479,8 @@ def bind_attention_varlen(
     # Of one sequence the host knows the lengths, unless there is padding behind it.
     if batch != 1 or any(changed) or max_q_len < tokens or max_kv_len < k.shape[0]:
         return run
-    cut = cut_of(config, device, num_heads, tokens, k.shape[0], left, right, places, True)
+    kv_bytes = k.shape[0] * k.shape[1] * (k_dim + v_dim) * k.element_size()
+    cut = cut_of(config, device, num_heads, tokens, k.shape[0], left, right, places, True, kv_bytes)
     if cut is None:
         return run
     if right >= 0:
