@@ -193,6 +193,22 @@ def test_nan_among_the_keys_that_are_seen_comes_out_of_every_part() -> None:
         assert all(bool(x.isnan().all()) for x in got)
 
 
+def test_a_plan_of_other_lengths_is_refused() -> None:
+    lengths = [(1, 700), (1, 90), (2, 40)]
+    before = fill(torch.Generator().manual_seed(3), lengths, (2, 1), (16, 16), 16, torch.float32)
+    after = fill(
+        torch.Generator().manual_seed(3), lengths[::-1], (2, 1), (16, 16), 16, torch.float32
+    )
+    tensors = (before.q, before.k_pages, before.v_pages, before.batch)
+    plan = plan_paged_attention(*tensors, kernel="triton")
+    paged_attention(*tensors, plan=plan)
+    stale = dataclasses.replace(plan, buffer=plan.buffer[:-1])
+    for batch, old in ((after.batch, plan), (before.batch, stale)):
+        pages = (after if batch is after.batch else before).k_pages
+        with pytest.raises(ValueError, match="for other lengths.*plan_paged_attention again"):
+            paged_attention(before.q, pages, pages, batch, plan=old)
+
+
 def test_what_the_kernel_refuses() -> None:
     paged = fill(torch.Generator(), [(1, 9)], (1, 1), (8, 8), 4, torch.bfloat16)
     arguments = (paged.q, paged.k_pages, paged.v_pages, paged.batch)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftile.planning.split_kv import Layout, plan
+from rooftile.planning.split_kv import defined, plan
 from rooftile.types import SplitSpec
 from tests.planning.split_batches import (
     Lengths,
@@ -27,17 +27,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.triton import split_kv as kernel
-
-
-def defined(words: list[int], spec: SplitSpec) -> list[list[int]]:
-    """The parts of a buffer that its readers may look at."""
-    layout = Layout(spec)
-    merges = words[layout.merges : layout.merges + 8 * words[0]]
-    ctas = words[layout.ctas : layout.ctas + 2 * spec.num_ctas]
-    items = []
-    for first, count in zip(ctas[::2], ctas[1::2], strict=True):
-        items += words[layout.items + 12 * first : layout.items + 12 * (first + count)]
-    return [words[:8], ctas, merges, items]
 
 
 @settings(max_examples=40)

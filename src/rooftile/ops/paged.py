@@ -34,7 +34,7 @@ from rooftile.ops.paged_check import (
     check_slots,
 )
 from rooftile.ops.split_kv import SPLIT_KV
-from rooftile.planning.split_kv import MOST_SHARING
+from rooftile.planning.split_kv import MOST_SHARING, Layout, defined
 from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
 
 
@@ -93,8 +93,8 @@ def paged_attention(
 
     Raises:
         ValueError: as `attention`; and, where the contents are checked (on a CPU, or with
-            ROOFTILE_CHECK=1), lengths beyond the maxima, the tokens or the table's reach, and
-            pages outside the pool.
+            ROOFTILE_CHECK=1), lengths beyond the maxima, the tokens or the table's reach, pages
+            outside the pool, and a plan of other lengths.
         NotImplementedError: inputs that require a gradient.
     """
     name = "paged_attention"
@@ -197,10 +197,16 @@ def make_plan(call: AttentionCall, batch: PagedBatch, tokens: int, kernel: str) 
     split = _split(family, call, batch, tokens)
     if split is None:
         return no_plan(family, batch)
+    return AttentionPlan(family, split, _planned(batch, split))
+
+
+def _planned(batch: PagedBatch, split: SplitSpec) -> Tensor:
     prefix = batch.prefix if split.groups else None
     shared = (None, None) if prefix is None else (prefix.first, prefix.lens)
-    buffer = SPLIT_KV.handle(batch.cu_seqlens_q, batch.kv_lens, split.numbers, *shared, "auto")
-    return AttentionPlan(family, split, buffer)
+    buffer: Tensor = SPLIT_KV.handle(
+        batch.cu_seqlens_q, batch.kv_lens, split.numbers, *shared, "auto"
+    )
+    return buffer
 
 
 def no_plan(family: str, batch: PagedBatch) -> AttentionPlan:
@@ -271,6 +277,17 @@ def _check_plan(
         lambda: (
             f"{name}: the plan was made for {plan.split}, and this call needs {wanted}; "
             f"call plan_paged_attention with the arguments of this call"
+        ),
+    )
+    if wanted is None or not contents_checked(batch.kv_lens):
+        return
+    fits = plan.buffer.shape == (Layout(wanted).size,)
+    now = _planned(batch, wanted)
+    require(
+        fits and defined(plan.buffer.tolist(), wanted) == defined(now.tolist(), wanted),
+        lambda: (
+            f"{name}: the plan was made for other lengths than those of this batch; call "
+            f"plan_paged_attention again wherever they change"
         ),
     )
 

@@ -240,6 +240,18 @@ def _aligned(words: int) -> int:
     return -(-words // ALIGNMENT) * ALIGNMENT
 
 
+def defined(words: Sequence[int], spec: SplitSpec) -> list[Sequence[int]]:
+    """The parts of a buffer that its readers may look at, but for counters."""
+    layout = Layout(spec)
+    merges = words[layout.merges : layout.merges + len(Merge._fields) * words[0]]
+    ctas = words[layout.ctas : layout.ctas + CTA_WORDS * spec.num_ctas]
+    parts = [words[:6], ctas, merges]
+    for first, count in zip(ctas[::2], ctas[1::2], strict=True):
+        begin = layout.items + len(Item._fields) * first
+        parts.append(words[begin : begin + len(Item._fields) * count])
+    return parts
+
+
 def plan(
     spec: SplitSpec,
     q_lens: Sequence[int],
