@@ -245,3 +245,20 @@ def test_linear_biases(dim: int) -> None:
     for family in FAMILIES:
         got: Any = attention(q, k, v, kernel=family, **options)
         assert_close(got, exact, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_sequences_and_heads_than_an_axis_of_a_grid_holds(family: str) -> None:
+    number = 70_000
+    q, k, v = (torch.randn(number, 3, 1, 64, device="cuda").bfloat16() for _ in range(3))
+    some = [0, 1, 65_534, 65_535, 65_536, number - 1]
+    exact: Any = attention(q[some], k[some], v[some], causal=True, kernel="reference")
+    dense: Any = attention(q, k, v, causal=True, kernel=family)
+    cu = 3 * torch.arange(number + 1, device="cuda", dtype=torch.int32)
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    options: Any = {"max_q_len": 3, "max_kv_len": 3, "causal": True}
+    ragged: Any = attention_varlen(*rows, cu, cu, kernel=family, **options)
+    by_head = (x.permute(2, 1, 0, 3) for x in (q, k, v))
+    heads: Any = attention(*by_head, causal=True, kernel=family)
+    for got in (dense, ragged.view(q.shape), heads.permute(2, 1, 0, 3)):
+        assert float((got[some] - exact).abs().max()) < 0.03
