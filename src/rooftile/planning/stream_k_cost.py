@@ -54,6 +54,9 @@ APART_BANDWIDTH = 5.0e12  # of parts that are written, and read by another launc
 APART_SECONDS = 2.0e-6
 EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH = 1.0e-6, 6e10
 APART_TOGETHER, APART_ROUND = 8, 0.6e-6  # parts that are read at a time, and how long that takes
+# At 64 rows and less a warp loads weights before the kernels ahead have ended; below 6 MB nothing was
+# gained, and more than 150 MB were not measured.
+PASSING_ROWS, PASSING_BYTES = 64, (6e6, 150e6)
 STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
@@ -123,6 +126,8 @@ class Machinery:
     streamed: how much longer a step takes where CTAs are at different places along K at one time, so
         that they share less of what the L2 cache holds.
     apart: seconds of a launch that adds parts.
+    passing_bandwidth: of operands that are the first to leave the L2 cache (`is_passing`), so that
+        what it holds of others need not be written back before.
     exchange, exchange_bandwidth: of the sums of a CTA, where those of a cluster exchange them.
     """
 
@@ -134,6 +139,7 @@ class Machinery:
     apart: float
     exchange: float
     exchange_bandwidth: float
+    passing_bandwidth: float
     costs: dict[tuple[int, ...], Costs]  # by the tiles of SHAPES
     # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
     vendor: dict[int, Vendor] | None = None
@@ -164,7 +170,7 @@ def machinery(machine: Machine) -> Machinery:
     costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in single}
     return Machinery(
         *(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS),
-        *(EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH, costs),
+        *(EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH, machine.bandwidth, costs),
     )
 
 
@@ -266,12 +272,26 @@ def is_apart(decomposition: Decomposition) -> bool:
     return decomposition.scheme == "split-k" and decomposition.product.m >= APART_ROWS
 
 
+def is_passing(decomposition: Decomposition, itemsize: int = 2) -> bool:
+    """Whether operands had better be the first to leave the L2 cache: where CTAs walk along K together,
+    each line is needed for a short time only."""
+    product = decomposition.product
+    read = (product.m + product.n) * product.k * itemsize
+    together = decomposition.scheme not in STREAMED
+    return together and product.m > PASSING_ROWS and PASSING_BYTES[0] < read < PASSING_BYTES[1]
+
+
 def predict(
-    decomposition: Decomposition, machine: Machine, itemsize: int = 2, broken: float = 0.0
+    decomposition: Decomposition,
+    machine: Machine,
+    itemsize: int = 2,
+    broken: float = 0.0,
+    plain: bool = False,
 ) -> float:
     """Seconds, without walking through the CTAs.
 
     broken: share of the operands' rows that do not begin on cache lines (`broken_share`).
+    plain: operands of two bytes whose contiguous dimension is k, which may pass (`is_passing`).
     """
     known = machinery(machine)
     tiling = decomposition.tiling
@@ -292,8 +312,9 @@ def predict(
     else:
         computing += (costs.publish if others else 0.0) + costs.fixup * others
     moved = linear_work(product.m, product.k, product.n, itemsize).bytes
-    reading = known.start + moved / known.bandwidth
-    return _overlapped(computing, reading, known.sharpness)
+    passing = plain and is_passing(decomposition, itemsize)
+    bandwidth = known.passing_bandwidth if passing else known.bandwidth
+    return _overlapped(computing, known.start + moved / bandwidth, known.sharpness)
 
 
 def broken_share(row_bytes: int) -> float:
@@ -376,16 +397,17 @@ def choose(
     itemsize: int = 2,
     tilings: Iterable[Tiling] | None = None,
     broken: float = 0.0,
+    plain: bool = False,
 ) -> Choice:
     """The decomposition that is predicted to take least, or 1% more with larger tiles.
 
-    tilings: those to choose from, `None` for the kernel's. broken: as for `predict`.
+    tilings: those to choose from, `None` for the kernel's. broken, plain: as for `predict`.
     """
     if tilings is None:
         known = machinery(machine).costs
         tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES if shape in known]
     timed = [
-        (predict(decomposition, machine, itemsize, broken), decomposition)
+        (predict(decomposition, machine, itemsize, broken, plain), decomposition)
         for decomposition in candidates(product, machine.units, tilings)
     ]
     least = min(seconds for seconds, _ in timed)

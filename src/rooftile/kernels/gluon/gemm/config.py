@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rooftile.planning.stream_k import Tiling
@@ -19,7 +20,7 @@ class Config:
     buffers: shared tiles for results of each warpgroup.
     sharers: CTAs, one below the other, that load the columns of their tiles together.
     split: CTAs that share a tile's steps along K.
-    passing: operands are the first to leave the L2 cache.
+    passing: operands, whose contiguous dimension must be k, are the first to leave the L2 cache.
     """
 
     block_m: int
@@ -37,6 +38,16 @@ class Config:
     @property
     def cluster(self) -> int:
         return self.sharers * self.split
+
+    @property
+    def joined(self) -> bool:
+        """Whether the ring is that of tile/cluster.py."""
+        return self.cluster > 1 or self.passing
+
+    @cached_property
+    def passing_on(self) -> Config:
+        """The same with operands that are the first to leave the L2 cache."""
+        return replace(self, passing=True, consumer_registers=232, producer_registers=40)
 
     def block_k(self, itemsize: int) -> int:
         return self.block_bytes // itemsize

@@ -91,7 +91,7 @@ def multiply_share(
     ACC: gl.constexpr = accumulator_layout(C, bits)
     out_columns: gl.constexpr = C // (2 if problem.gated else 1)
     out_block: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
-    if problem.sharers > 1:
+    if problem.joined:
         join_cluster()
     fill = first_fill()
     cta = gl.program_id(0)

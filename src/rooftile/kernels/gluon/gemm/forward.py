@@ -134,7 +134,7 @@ def _run(
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
         out.stride(0),
-        are_weights_at_rest() and where_it_lay and plan.config.cluster == 1,
+        are_weights_at_rest() and where_it_lay and not plan.config.joined,
     )
     if plan.stream_tiles and not plan.apart:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)

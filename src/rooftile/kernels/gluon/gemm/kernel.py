@@ -146,6 +146,7 @@ def matmul_kernel(
         ahead,
         sharers,
         split,
+        sharers * split > 1 or passing,
         out_unit,
     )
     shares = Shares(
@@ -163,7 +164,7 @@ def matmul_kernel(
         sharers * split,
         split,
     )
-    if sharers * split > 1:
+    if sharers * split > 1 or passing:
         ring = new_cluster_ring(
             a_desc,
             b_desc,
@@ -212,7 +213,7 @@ def matmul_kernel(
             [4, 4],
             [consumer_registers, producer_registers],
         )
-    elif sharers > 1:
+    elif sharers > 1 or passing:
         gl.warp_specialize(
             [
                 (

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import sqrt
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, SPLIT, Config
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, data_parallel
-from rooftile.planning.stream_k_cost import choose, is_apart, predict
+from rooftile.planning.stream_k_cost import choose, is_apart, is_passing, predict
 
 _FEW_ROWS = 64
 
@@ -42,7 +42,7 @@ class Plan:
         """Rows of a's box. The copy engine takes as long for rows beyond the matrix as for others,
         so a box of few rows ends with them; what the rows after it hold reaches no result.
         """
-        if not by_rows or self.m > self.config.block_m or self.config.cluster > 1:
+        if not by_rows or self.m > self.config.block_m or self.config.joined:
             return self.config.block_m
         return max(1 << (self.m - 1).bit_length(), 8)
 
@@ -126,9 +126,13 @@ def choose_plan(
         return plan_of(config, found, predict(found, machine, itemsize, broken))
     # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
     configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
-    if in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0:
-        configs += [x for x in PAIRS if m > x.block_m]
+    plain = in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0
+    if plain and m > _FEW_ROWS:
+        configs += [x for x in PAIRS + SPLIT if x.sharers == 1 or m > x.block_m]
     by_tiling = {x.tiling(itemsize): x for x in configs}
-    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken)
+    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken, plain)
     found = best.decomposition
-    return plan_of(by_tiling[found.tiling], found, best.seconds)
+    config = by_tiling[found.tiling]
+    if plain and is_passing(found, itemsize):
+        config = config.passing_on
+    return plan_of(config, found, best.seconds)

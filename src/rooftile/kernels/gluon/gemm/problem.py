@@ -40,4 +40,5 @@ class Problem:
     ahead: gl.constexpr  # b is weights at rest: kernels/weights_at_rest.py
     sharers: gl.constexpr  # CTAs, one below the other, that load a tile's columns together
     split: gl.constexpr  # CTAs of a cluster that share a tile's steps: cluster_sum.py
+    joined: gl.constexpr  # all warps of a cluster meet: the ring is that of tile/cluster.py
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine
