@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
-from rooftile.kernels.triton.pointwise import early, overlap
+from rooftile.kernels.triton.pointwise import overlap
 from rooftile.kernels.triton.split_kv import MERGE_WORDS
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
@@ -144,9 +145,17 @@ def merge_shared_kernel(
     part_block: tl.constexpr,
     dim_tile: tl.constexpr,
     overlapped: tl.constexpr,
+    planned: tl.constexpr,
 ):
-    """A program for each strip of a request, strips beyond the grid in further turns."""
-    early(overlapped)
+    """A program for each strip of a request, strips beyond the grid in further turns.
+
+    planned: the kernel before this one let it start when the plan was there, so words of the plan are
+    read before that kernel has ended.
+    """
+    if overlapped:
+        cuda.gdc_launch_dependents()
+        if not planned:
+            cuda.gdc_wait()
     column = tl.arange(0, dim_tile)[None, None, :]
     for index in range(tl.program_id(0), capacity, tl.num_programs(0)):
         strips = tl.load(plan + 4)  # while words are loaded, which may not be a strip's
@@ -169,6 +178,8 @@ def merge_shared_kernel(
             has_prefix = valid & (prefix >= 0)
             second = tl.load(shared + 4, mask=has_prefix, other=0) + below % tile_rows
             others = tl.load(shared + 5, mask=has_prefix, other=0)
+            if overlapped and planned:
+                cuda.gdc_wait()
             logit = tl.full([row_block], float("-inf"), tl.float32)
             if has_sink:
                 logit = tl.load(sink + head, mask=valid, other=float("-inf"))
@@ -200,6 +211,8 @@ def merge_shared_kernel(
             mask = valid[:, None] & (wide < dim)
             tl.store(out + token[:, None] * dim + wide, o.to(out.dtype.element_ty), mask=mask)
             tl.store(lse + token, log_sum, mask=valid)
+    if overlapped and planned:
+        cuda.gdc_wait()  # also where nothing was to be merged: later kernels count on it
 
 
 def merge_shared(
@@ -210,8 +223,12 @@ def merge_shared(
     sink: Tensor | None,  # [num_q_heads] float32
     out: Tensor,  # [tokens, num_q_heads, v_dim]
     lse: Tensor,  # [tokens, num_q_heads]
+    planned: bool = False,
 ) -> None:
-    """Parts of requests and of the prefixes that they share, in order, into the output."""
+    """Parts of requests and of the prefixes that they share, in order, into the output.
+
+    planned: the kernel before lets this one start only when the kernel that made the plan has ended.
+    """
     layout = Layout(spec)
     rows = spec.max_q_len * spec.group_size
     strips = min(spec.batch, spec.tokens) * spec.num_kv_heads
@@ -238,6 +255,7 @@ def merge_shared(
         part_block=16,
         dim_tile=dim_tile,
         num_warps=4,
+        planned=planned,
         **overlap(out),
     )
 

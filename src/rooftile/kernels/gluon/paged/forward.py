@@ -189,7 +189,7 @@ def _kind_of_call(
         if spec.groups:
             from rooftile.kernels.triton.merge import merge_shared
 
-            merge_shared(plan, spec, parts, part_lse, sink, out, lse)
+            merge_shared(plan, spec, parts, part_lse, sink, out, lse, planned=True)
         return out, lse
 
     return run

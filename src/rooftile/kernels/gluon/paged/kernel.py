@@ -130,7 +130,6 @@ def paged_kernel(
     loaders: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
-    let_dependents_start()
     # Of queries, keys, values and the output; a descriptor is a map and two numbers a dimension.
     prefetch_maps("paged_kernel", (0, 11, 22, 33))
     work = Work(
@@ -203,6 +202,7 @@ def paged_kernel(
     queue = new_queue(plan, FIELDS, groups + loaders - 1, False)
     fence_async_shared()
     await_kernels_before()  # before the other roles begin
+    let_dependents_start()  # they may read the plan at once: the kernel that made it has ended
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if few > 0:
         dtype: gl.constexpr = gl.float16 if quantised else k_desc.dtype  # of products
