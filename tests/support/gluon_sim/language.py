@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.gluon_sim import cluster, machine
+from tests.support.gluon_sim import cluster, copies, machine
 from tests.support.gluon_sim.errors import SimulationError
 from tests.support.gluon_sim.memory import Descriptor, Tile, tile
 
@@ -222,7 +222,15 @@ def modules() -> dict[str, ModuleType]:
         warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=machine.fence_async_shared,
     )
-    ampere = _module("triton.experimental.gluon.language.nvidia.ampere", mma_v2=_product)
+    async_copy = _module(
+        "async_copy",
+        async_copy_global_to_shared=copies.start,
+        commit_group=copies.commit,
+        wait_group=copies.wait,
+    )
+    ampere = _module(
+        "triton.experimental.gluon.language.nvidia.ampere", mma_v2=_product, async_copy=async_copy
+    )
     gluon = _module(
         "triton.experimental.gluon",
         jit=jit,
