@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.attention.config import UNBOUNDED, Short
 from rooftile.kernels.gluon.attention.short.kernel import short_attention_kernel
-from rooftile.kernels.gluon.launch import Launch, multiprocessors
+from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.gluon.tile.rows import describe
 
@@ -37,6 +37,7 @@ def bind_short(
     right: int,
     scale: float,  # above 0
     short: Short,
+    units: int,  # streaming multiprocessors
 ) -> Callable[..., None]:
     """Attention for tensors like these, which the copy engine can address: a function of q, k, v, the
     output [batch, q_len, num_q_heads, dim] and the lse [batch, q_len, num_q_heads] float32 to fill."""
@@ -46,7 +47,7 @@ def bind_short(
     num_tiles = q_tiles * batch * num_heads
     launch = Launch(
         short_attention_kernel,
-        min(num_tiles, multiprocessors(q.device) * short.ctas),
+        min(num_tiles, units * short.ctas),
         q.device,
         q.dtype,
         (
