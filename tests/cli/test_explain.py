@@ -140,3 +140,18 @@ def test_refusals(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_few_tiles_are_said_to_be_cut() -> None:
+    from rooftile.cli.tiles import choice
+    from rooftile.planning.attention_case import attention_case
+
+    said = choice(attention_case("b1 s3584 h5/5 d128 full"), "h200").reason
+    assert "140 whole tiles would leave CTAs without work" in said
+    assert "for 132 CTAs" in said
+    for even in (
+        "b1 s2048 h8/8 d128 full",
+        "b1 s16384 h16/16 d128 causal",
+        "b2 s16..4096 h4/4 d64",
+    ):
+        assert "cut" not in choice(attention_case(even), "h200").reason

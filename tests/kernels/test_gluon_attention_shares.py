@@ -40,8 +40,8 @@ CHEAP = Costs(block=10, item=1, part=1, join=0, fewest=1)
 @pytest.fixture(autouse=True)
 def every_call_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 5)
-    monkeypatch.setattr(CUT, "CUT_BELOW", math.inf)
-    monkeypatch.setattr(CUT, "share_out", lambda *call: share_out(*call[:3], CHEAP))
+    monkeypatch.setattr(CONFIG, "CUT_BELOW", math.inf)
+    monkeypatch.setattr(CONFIG, "share_out", lambda *call: share_out(*call[:3], CHEAP))
     monkeypatch.setattr(KERNEL, "_dense", {})
     monkeypatch.setattr(KERNEL, "_ragged", {})
 
@@ -162,7 +162,7 @@ def test_ordinary_parts_need_no_second_pass(
 
 def test_whole_waves_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(CUT, "CUT_BELOW", 0.9)
+    monkeypatch.setattr(CONFIG, "CUT_BELOW", 0.9)
 
     def cut(heads: int, q_len: int, kv_len: int, right: int, places: int = 132) -> Any:
         config, device = CONFIG.CONFIGS[128], torch.device("cpu")

@@ -10,6 +10,7 @@ from typing import Any
 
 import rooftile
 from rooftile.planning.attention_case import AttentionCase
+from rooftile.planning.hardware import H100, H200
 from rooftile.planning.pipeline import Tile
 
 
@@ -28,7 +29,7 @@ class Choice:
 def choice(case: AttentionCase, machine: str) -> Choice:
     """Raises ValueError for head dims that no kernel of the machine takes."""
     if machine in ("h100", "h200"):
-        return _hopper(case)
+        return _hopper(case, machine)
     if machine == "b200":
         return _portable(case)
     if machine == "cpu":
@@ -38,7 +39,7 @@ def choice(case: AttentionCase, machine: str) -> Choice:
     return Choice("none", hopper.tile, hopper.k_dim, hopper.v_dim, 2, reason)
 
 
-def _hopper(case: AttentionCase) -> Choice:
+def _hopper(case: AttentionCase, machine: str = "h200") -> Choice:
     table = _hopper_table()
     _check_dims(case, max(table.CONFIGS), "Hopper")
     q_len = max(case.q_lens)
@@ -60,9 +61,35 @@ def _hopper(case: AttentionCase) -> Choice:
             "; enough blocks a tile that leaving the row maximum at that of the first keys saves more "
             "instructions than the check at the tile's end costs"
         )
+    reason += _cut(case, table, config, (H100 if machine == "h100" else H200).units)
     tile = Tile(config.tile_rows, config.block, config.stages)
     k_dim, v_dim = (table.columns_used(config.dim, dim) for dim in (case.k_dim, case.v_dim))
     return Choice("gluon", tile, k_dim, v_dim, config.groups, reason)
+
+
+def _cut(case: AttentionCase, table: Any, config: Any, units: int) -> str:
+    """Whether few tiles are cut along their keys: of calls whose lengths the host knows."""
+    q_len, kv_len = case.q_lens[0], case.kv_lens[0]
+    same = set(case.q_lens) == {q_len} and set(case.kv_lens) == {kv_len}
+    if not same or (case.ragged and case.batch > 1):
+        return ""
+    right = 0 if case.causal else -1
+    heads, places = case.batch * case.num_q_heads, units * config.ctas
+    head_bytes = kv_len * (case.k_dim + case.v_dim) * 2
+    together = table.heads_at_a_time(config.dim, q_len, head_bytes) if case.causal else 1
+    together = min(together * case.num_q_heads // case.num_kv_heads, heads)
+    last_first = case.causal or case.ragged
+    shares = table.shares_of(
+        *(config, heads, q_len, kv_len, -1, right, places, last_first),
+        *(head_bytes * case.batch * case.num_kv_heads, 0 if case.ragged else together),
+    )
+    if shares is None:
+        return ""
+    tiles = -(-q_len // config.tile_rows) * heads
+    return (
+        f"; {tiles} whole tiles would leave CTAs without work, so they are cut along their keys into "
+        f"{sum(map(len, shares.items))} items for {len(shares.items)} CTAs"
+    )
 
 
 def _check_dims(case: AttentionCase, largest: int, kernel: str) -> None:

@@ -19,6 +19,7 @@ are ordered by a small kernel on the device, so nothing waits for the host.
 | scores.py | from products to scores: soft cap, ALiBi, functions of the caller, what is hidden |
 | again.py | a tile once more where an anchored maximum did not hold |
 | mods.py | functions of the caller, on the host |
+| cut.py, shares.py | tiles cut along their keys where there are few: on the host, on the device |
 | sequences.py | which sequence of a ragged batch a tile belongs to |
 | tile_list.py | the order of a ragged batch's tiles |
 """

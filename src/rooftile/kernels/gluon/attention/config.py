@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rooftile.planning.key_shares import Costs
+from rooftile.planning.key_shares import (
+    Costs,
+    Shares,
+    blocks_of_keys,
+    least_clocks,
+    share_out,
+    whole_tiles,
+)
 
 
 @dataclass(frozen=True)
@@ -239,3 +246,35 @@ def heads_at_a_time(dim: int, q_len: int, head_bytes: int) -> int:
 def typical_length(tokens: int, batch: int, longest: int) -> int:
     """Of a ragged batch: most of the work is in sequences longer than the mean."""
     return min(longest, 2 * tokens // max(batch, 1))
+
+
+def shares_of(
+    config: Config,
+    heads: int,  # of all sequences together
+    q_len: int,
+    kv_len: int,
+    left: int,
+    right: int,
+    places: int,  # CTAs at a time
+    last_first: bool,  # the kernel counts a sequence's last tile first
+    kv_bytes: int,  # of all keys and values
+    heads_together: int = 0,  # whose whole tiles are taken before those of others, 0: of all
+) -> Shares | None:
+    """How a dense call is cut along its keys, or None where whole tiles take about as long."""
+    if -(-q_len // config.tile_rows) * heads > MOST_TILES_CUT * places:
+        return None
+    tiles = [
+        blocks_of_keys(row0, config.tile_rows, q_len, kv_len, left, right, config.block)
+        for row0 in range(0, q_len, config.tile_rows)
+    ]
+    if last_first:
+        tiles.reverse()
+    limit = CUT_BELOW * whole_tiles(tiles, heads, places, config.costs, heads_together or heads)
+    if kv_bytes > CACHED_BYTES:
+        limit *= BEYOND_CACHE
+    if len(tiles) * heads * config.ctas <= places and config.ctas > 1:
+        limit *= ALONE
+    if least_clocks(tiles, heads, places, config.costs) > limit:
+        return None
+    shares = share_out(tiles, heads, places, config.costs)
+    return shares if shares.clocks <= limit else None

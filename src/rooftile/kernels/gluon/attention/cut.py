@@ -5,23 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.kernels.gluon.attention.config import (
-    ALONE,
-    BEYOND_CACHE,
-    CACHED_BYTES,
-    CUT_BELOW,
-    MOST_TILES_CUT,
-    Config,
-)
+from rooftile.kernels.gluon.attention.config import Config, shares_of
 from rooftile.kernels.gluon.counter import MOST_COUNTERS
-from rooftile.planning.key_shares import (
-    WORDS,
-    Shares,
-    blocks_of_keys,
-    least_clocks,
-    share_out,
-    whole_tiles,
-)
+from rooftile.planning.key_shares import WORDS, Shares
 
 
 class Cut:
@@ -64,35 +50,19 @@ class Cut:
 def cut_of(
     config: Config,
     device: torch.device,
-    heads: int,  # of all sequences together
+    heads: int,
     q_len: int,
     kv_len: int,
     left: int,
     right: int,
-    places: int,  # CTAs at a time
-    last_first: bool,  # the kernel counts a sequence's last tile first
-    kv_bytes: int,  # of all keys and values
-    heads_together: int = 0,  # whose whole tiles are taken before those of others, 0: of all
+    places: int,
+    last_first: bool,
+    kv_bytes: int,
+    heads_together: int = 0,
 ) -> Cut | None:
-    """How sequences of these lengths are cut, or None where whole tiles take about as long."""
-    rows = config.tile_rows
-    if (
-        -(-q_len // rows) * heads > MOST_TILES_CUT * places
-        or places * config.groups > MOST_COUNTERS
-    ):
+    """As config.py: shares_of."""
+    if places * config.groups > MOST_COUNTERS:
         return None
-    tiles = [
-        blocks_of_keys(row0, rows, q_len, kv_len, left, right, config.block)
-        for row0 in range(0, q_len, rows)
-    ]
-    if last_first:
-        tiles.reverse()
-    limit = CUT_BELOW * whole_tiles(tiles, heads, places, config.costs, heads_together or heads)
-    if kv_bytes > CACHED_BYTES:
-        limit *= BEYOND_CACHE
-    if len(tiles) * heads * config.ctas <= places and config.ctas > 1:
-        limit *= ALONE
-    if least_clocks(tiles, heads, places, config.costs) > limit:
-        return None
-    shares = share_out(tiles, heads, places, config.costs)
-    return Cut(shares, config, device) if shares.clocks <= limit else None
+    lengths = (q_len, kv_len, left, right)
+    shares = shares_of(config, heads, *lengths, places, last_first, kv_bytes, heads_together)
+    return Cut(shares, config, device) if shares else None
