@@ -114,21 +114,3 @@ def test_which_calls_are_short() -> None:
         assert (chosen is not None) == (plain and dim in CONFIG.SHORT)
     assert CONFIG.short_of(64, 64, 129, True) is None
     assert CONFIG.short_of(64, 32, 100, True) is None
-
-
-@pytest.mark.parametrize("short", SHORTS, ids=str)
-def test_the_operator_takes_it(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(KERNEL, "config_of", None)  # of the other kernel
-    g = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(2, 70, 2, short.dim, generator=g).bfloat16() for _ in range(3))
-    options = (None, -1, 0, 0.0)
-    with simulation(seed=4):
-        out, _ = KERNEL.attention(q, k, v, *options, 0.125)
-        turned, _ = KERNEL.attention(q, k, v, *options, -0.125)  # by way of new tensors
-        shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
-        moved, _ = KERNEL.attention(shifted, k, v, *options, 0.125)
-    assert torch.equal(moved, out)
-    for got, scale in ((out, 0.125), (turned, -0.125)):
-        exact, _ = exact_of(q, k, v, 0, scale)
-        assert (got.double() - exact).abs().max() < 0.02
