@@ -19,9 +19,14 @@ from rooftile.ops.linear import linear, pack, unpack
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.gluon.gemm import forward
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, SPLIT, Config
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
 from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan
+from rooftile.kernels.gluon.gemm.plan import plan_of
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
+from rooftile.kernels.gluon.launch import multiprocessors
+from rooftile.planning.stream_k import Product
+from rooftile.planning.stream_k_cost import STREAMED, candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,6 +182,32 @@ def test_large_products_with_copies(shape: tuple[int, int, int]) -> None:
     b = torch.randint(-2, 3, (n, k), device="cuda").bfloat16().T
     out = matmul(a, b, kernel="gluon")
     assert torch.equal(out, (a.double() @ b.double()).bfloat16())
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("config", PAIRS + SPLIT + CONFIGS, ids=lambda c: f"{c.tiling(2)}")
+def test_clusters(config: Config, passing: bool) -> None:
+    """CTAs that load columns together or share a tile's steps; operands that pass through the cache."""
+    if not passing and not config.joined:
+        pytest.skip("a ring of Triton's own barriers")
+    tiling, g = config.tiling(2), torch.Generator("cuda").manual_seed(0)
+    config = config.passing_on if passing else config
+    for m, n, k in ((65, 136, 1000), (300, 777, 4096), (2176, 520, 1032)):
+        a, b, residual = (
+            torch.randint(-2, 3, s, generator=g, device="cuda").bfloat16()
+            for s in ((m, k), (n, k), (m, n))
+        )
+        bias = torch.randint(-2, 3, (n,), generator=g, device="cuda").bfloat16()
+        exact = (a.float() @ b.float().T + bias.float() + residual.float()).bfloat16()
+        for plan in candidates(Product(m, n, k), multiprocessors(a.device), [tiling]):
+            if plan.scheme in STREAMED and passing:
+                continue
+            for _ in range(3):
+                out = forward.matmul(
+                    *(a, b.T, bias, residual, None, None, "none", torch.bfloat16, False),
+                    plan=plan_of(config, plan),
+                )
+                assert torch.equal(out, exact), plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
