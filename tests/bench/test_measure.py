@@ -13,7 +13,7 @@ from rooftile.bench import measure as measuring
 from rooftile.bench.host import Host
 from rooftile.bench.measure import Timing, measure, quantile
 from rooftile.bench.model_cost import least_seconds
-from rooftile.bench.results import Result, append
+from rooftile.bench.results import Result, append, check_writable
 from rooftile.bench.workloads import WORKLOADS, Request
 from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec, MoeSpec
 from rooftile.planning.hardware import Machine
@@ -110,6 +110,14 @@ def test_results_are_appended_as_lines(tmp_path: Path) -> None:
     assert first["gpu"] is None
     assert first["cpu"] == "Some CPU, 2 cores"
     assert {"commit", "date", "versions"} <= set(first)
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    check_writable(HOST, tmp_path / "new" / "place")
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"cannot be saved in .*; give --output another"):
+            check_writable(HOST, root)
 
 
 def test_faster_than_the_roofline_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rooftile.bench.host import Host, commit, versions
@@ -74,6 +75,23 @@ class OperatorResult:
     bound: str | None
     peers: dict[str, float]
     error: float
+
+
+def check_writable(machine: Host, root: Path = DIRECTORY) -> None:
+    """Whether results of this machine can be added there, asked before anything is measured.
+
+    Raises:
+        ValueError: they cannot; says why.
+    """
+    directory = root / machine.slug
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"results cannot be saved in {directory}: {error.strerror}; give --output another directory"
+        ) from error
 
 
 def append(

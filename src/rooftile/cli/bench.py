@@ -123,11 +123,13 @@ def bench_engine(
     from rooftile.bench.host import host
     from rooftile.bench.measure import measure
     from rooftile.bench.presets import resolve_model
-    from rooftile.bench.results import DIRECTORY, append
+    from rooftile.bench.results import DIRECTORY, append, check_writable
 
     if threads is not None:
         torch.set_num_threads(threads)
     console, machine = Console(highlight=False), host()
+    if save:
+        check_writable(machine, output or DIRECTORY)
     model = resolve_model(engine.model, engine.random_weights)
     names = [Engine.name, *(peer.name for peer in rivals)]
     starts = _start_ups(console, names, model, engine) if start_up else {}

@@ -86,7 +86,7 @@ def bench_ops(
     from rooftile.bench.host import host
     from rooftile.bench.ops.registry import suite_of
     from rooftile.bench.ops.run import measure
-    from rooftile.bench.results import DIRECTORY, append
+    from rooftile.bench.results import DIRECTORY, append, check_writable
     from rooftile.cli.tables import print_whole
     from rooftile.planning.hardware import MACHINES
 
@@ -104,6 +104,8 @@ def bench_ops(
         check_plot(plot)  # says what is missing before anything is measured
     default = suite.gpu if where.type == "cuda" else suite.cpu
     console, machine = Console(highlight=False), host()
+    if save:
+        check_writable(machine, output or DIRECTORY)
     known = MACHINES.get(machine.slug) if bool(machine.gpus) == (where.type == "cuda") else None
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     on_gpu = where.type == "cuda"

@@ -51,9 +51,11 @@ def bench_sharing(
     from rich.table import Table
 
     from rooftile.bench.host import host
-    from rooftile.bench.results import DIRECTORY, SharingResult, append
+    from rooftile.bench.results import DIRECTORY, SharingResult, append, check_writable
 
     console, machine = Console(highlight=False), host()
+    if save:
+        check_writable(machine, output or DIRECTORY)
     llm = loading.load_llm(engine)
     tokenizer = llm.tokenizer
     if tokenizer is None:

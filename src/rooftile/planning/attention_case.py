@@ -85,6 +85,8 @@ def attention_case(text: str) -> AttentionCase:
         kv_lens = q_lens
     else:
         q_lens, kv_lens = (low,) * batch, (high,) * batch
+    if high < 1 or low < 1:
+        raise ValueError(f"case {text!r} has no queries or no keys; give lengths of 1 or more")
     if min(*heads, *dims) < 1 or heads[0] % heads[1]:
         raise ValueError(
             f"case {text!r}: heads and dims must be positive, and query heads a multiple of "

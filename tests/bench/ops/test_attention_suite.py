@@ -140,8 +140,9 @@ def test_other_suites_are_panels_of_their_own() -> None:
     assert (reads.unit, reads.bars) == ("GB/s", {"cpu": [1000.0]})
 
 
-@pytest.mark.parametrize("plot", ["bars", "bars.gif", "nowhere/bars.png"])
+@pytest.mark.parametrize("plot", ["bars", "bars.gif", "nowhere/bars.png", "loop.png"])
 def test_a_plot_that_cannot_be_written_is_refused_at_once(plot: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.png").symlink_to("loop.png")
     command = ["bench", "ops", "attention", "--cases", SMALL, "--plot", str(tmp_path / plot)]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 1

@@ -100,7 +100,8 @@ def check_plot(path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; says how to.
-        ValueError: an ending that is no format, or a directory that is not there.
+        ValueError: an ending that is no format, a directory that is not there, a file that cannot
+            be written.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"the plot {path} must end in one of {', '.join(FORMATS)}")
@@ -108,6 +109,15 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"the plot {path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"the plot {path} lies in no directory; create {path.parent}")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"the plot {path} cannot be written: {error.strerror}; name another file"
+        ) from error
+    if not there:
+        path.unlink()
     load_matplotlib()
 
 
