@@ -55,11 +55,11 @@ def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
 ) -> None:
     long = [(m + 6000, n + 6000) for m, n in LENGTHS]
     with offline("sm_90a", directory) as built:
-        run("gluon", long[:1], ragged, False)
-        first = {one.kernel for one in built}
+        run("gluon", long[:1], ragged, False)  # few tiles: for whole ones too, see cut.py
+        first = len(built)
         run("gluon", long, ragged, False)
-    again = [one for one in built if not one.found]
-    assert len(again) == len(first), "a length compiled a kernel"
+    assert first == 2
+    assert all(one.found for one in built[first:]), "a length compiled a kernel"
 
 
 def test_a_second_process_would_find_everything(directory: Path) -> None:

@@ -62,6 +62,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def building() -> bool:
+    """Whether launches compile instead of running."""
+    return _target is not None
+
+
 def target_of(name: str) -> Target:
     """Raises ValueError for a target that is not known."""
     if name not in TARGETS:

@@ -34,6 +34,7 @@ from rooftile.kernels.gluon.tile.rows import (
     describe_ragged,
     is_addressable,
 )
+from rooftile.kernels.offline import building
 
 _LOG2_E = 1.4426950408889634
 _MOST_KINDS = 1024
@@ -273,9 +274,10 @@ def bind_attention(
         mods: Mods = NO_MODS,
     ) -> Result:
         items = cut.items()
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if items is None or (at_q | at_k | at_v) & 15:
+        if items is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return run(q, k, v, sink)
+        if not q.is_cuda and building():  # other lengths of this class need that one
+            run(q, k, v, sink)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         sinks = lse if sink is None else sink.float().contiguous()
         in_parts(
@@ -476,6 +478,8 @@ def bind_attention_varlen(
         items = cut.items()
         if items is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return run(q, k, v, cu_q, cu_k, sink)
+        if not q.is_cuda and building():
+            run(q, k, v, cu_q, cu_k, sink)
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         cu_q = cu_q.to(torch.int32).contiguous() if other_q else cu_q
         cu_k = cu_k.to(torch.int32).contiguous() if other_k else cu_k
