@@ -27,6 +27,7 @@ from rooftile.kernels.gluon.attention.config import (  # noqa: E402
     SHORT_64,
     SHORT_128,
     Config,
+    box_columns,
     config_of,
 )
 from rooftile.kernels.gluon.attention.config import CONFIGS as BY_DIM  # noqa: E402
@@ -71,8 +72,10 @@ def compiled(
         "k_again": AGAIN_ROWS,
         "v_again": AGAIN_ROWS,
     }
+    dims = {"q": "k_dim", "k": "k_dim", "v": "v_dim"}  # of the tiles that are loaded ahead
     for x, rows in boxes.items():
-        types[f"{x}_desc"] = descriptor_type([*leading, rows, config.dim], dtype)
+        columns = box_columns(config.dim, changes.get(dims.get(x, ""), config.dim))
+        types[f"{x}_desc"] = descriptor_type([*leading, rows, columns], dtype)
     types |= {
         "lse": "*fp32",
         "sink": "*fp32",
