@@ -201,6 +201,19 @@ def test_modifiers(
     assert_close(run(*tensors, kernel="triton", **options), exact)
 
 
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -1e30, -math.inf])
+def test_a_bias_of_the_least_number_hides_whole_rows_too(least: float) -> None:
+    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
+    bias = torch.full((8,), least)
+    bias[5] = 0.0
+    options: dict[str, Any] = {"score_mod": BIASED(bias, torch.zeros(4)), "return_lse": True}
+    for causal in (True, False):
+        exact = attention_operator(q, k, v, kernel="reference", causal=causal, **options)
+        assert bool((exact[1][:, :5] == -math.inf).all()) == causal
+        got = attention_operator(q, k, v, kernel="triton", causal=causal, **options)
+        assert_close(got, (exact[0].double(), exact[1].double()))
+
+
 @triton.jit
 def _of_the_key(s, b, h, i, j, bias):  # type: ignore[no-untyped-def]
     return tl.load(bias + j)

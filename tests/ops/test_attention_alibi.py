@@ -44,6 +44,17 @@ def row_by_row(
     return out, lse
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slopes_are_rounded_no_further(dtype: torch.dtype) -> None:
+    """Neither slopes in 16 bits over long distances, nor float32 ones beside float64 inputs."""
+    q, k, v = (torch.randn(n, 1, 8, dtype=torch.float64) for n in (1, 700, 700))
+    slopes = torch.tensor([0.011], dtype=dtype)
+    exact = row_by_row(q, k, v, slopes, False, 0.0, None)
+    got = attention(q[None], k[None], v[None], alibi_slopes=slopes, return_lse=True)
+    for x, expected in zip(got, exact, strict=True):
+        torch.testing.assert_close(x[0], expected, rtol=1e-12, atol=1e-12)
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=3),
     group=st.integers(1, 2), causal=st.booleans(), softcap=st.sampled_from([0.0, 2.0]),

@@ -22,7 +22,7 @@ def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
     Both functions take (score, batch, head, q_index, kv_index, *tensors) and return the new score;
     they are elementwise and their arguments broadcast. Scores are scaled, soft-capped, in natural
     units and float32. Indices count from 0 in each sequence, also in a ragged batch. Masks apply
-    after it. `tensors` are those of `modifier(*tensors)`: pointers in Triton, tensors in torch.
+    after it; a new score of -1e30 or less hides its key, as -inf does. `tensors` are those of `modifier(*tensors)`: pointers in Triton, tensors in torch.
 
     fn: a `@triton.jit` function, or None where only the reference is to run. It may be evaluated
         at any valid index, visible or not.

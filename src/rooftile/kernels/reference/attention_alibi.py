@@ -20,7 +20,7 @@ def lower_by_distance(
     slopes: Tensor,  # [num_q_heads]
     offsets: Tensor,  # [batch], kv_len - q_len
 ) -> Tensor:  # fmt: skip
-    return score - slopes[head] * (i + offsets[batch] - j).abs()
+    return score - slopes.to(score.dtype)[head] * (i + offsets[batch] - j).abs()
 
 
 KEY = register("score", None, lower_by_distance).key

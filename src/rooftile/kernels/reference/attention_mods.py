@@ -16,6 +16,8 @@ from rooftile.kernels.modifiers import functions
 from rooftile.kernels.reference.attention import nothing_seen, visible_keys
 from rooftile.kernels.reference.precision import widen
 
+HIDDEN = -1e30  # a score from here on hides its key, as -inf does
+
 
 def attention_mods(
     q: Tensor,  # [b, m, h, d]
@@ -46,7 +48,7 @@ def attention_mods(
     if modifier is not None:
         changed = modifier.reference(scores, *indices, *score_tensors)
         scores = _like_scores("score_mod", changed, scores.shape).expand(b, h, m, n)
-    visible = visible_keys(row + n - m, column, left, right)
+    visible = visible_keys(row + n - m, column, left, right) & ~(scores <= HIDDEN)
     if mask is not None:
         seen = mask.reference(*indices, *mask_tensors)
         visible = visible & _like_scores("mask_mod", seen, scores.shape)
