@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> No
     check_writable(HOST, tmp_path / "new" / "place")
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=r"cannot be saved in .*; give --output another"):
+        with pytest.raises(ValueError, match=r"cannot be written: .*; give --output another"):
             check_writable(HOST, root)
 
 

@@ -52,3 +52,12 @@ def test_builds_once_and_finds_again(tmp_path: Path) -> None:
         return
     assert "1 kernels compiled" in result.output, result.output
     assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = ["compile", "attention", "--output", str(tmp_path / "file")]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output
+    assert "give --output another directory" in result.output.replace("\n", " ")

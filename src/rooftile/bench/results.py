@@ -78,19 +78,23 @@ class OperatorResult:
 
 
 def check_writable(machine: Host, root: Path = DIRECTORY) -> None:
-    """Whether results of this machine can be added there, asked before anything is measured.
+    """Whether results of this machine can be added there, asked before anything is measured."""
+    check_directory(root / machine.slug)
+
+
+def check_directory(directory: Path) -> None:
+    """Creates it where it is missing.
 
     Raises:
-        ValueError: they cannot; says why.
+        ValueError: files cannot be written into it; says why.
     """
-    directory = root / machine.slug
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise ValueError(
-            f"results cannot be saved in {directory}: {error.strerror}; give --output another directory"
+            f"{directory} cannot be written: {error.strerror}; give --output another directory"
         ) from error
 
 

@@ -47,6 +47,7 @@ def compile_kernels(
     from rich.console import Console
 
     from rooftile.bench.ops.registry import suite_of
+    from rooftile.bench.results import check_directory
     from rooftile.kernels.offline import offline, target_of
 
     suite, kind = suite_of(operator), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -66,6 +67,7 @@ def compile_kernels(
     names = [name.strip() for name in cases.split(",") if name.strip()]
     if not names:
         raise ValueError(f"cases is {cases!r}; name a group or a case")
+    check_directory(output)
     console = Console(highlight=False, soft_wrap=True)
     compiled = found = 0
     seconds = 0.0
