@@ -350,7 +350,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 # --- global memory ----------------------------------------------------------------------------
 
 
-def load(source: Pointer, mask: Any = None, other: Any = 0, eviction_policy: str = "") -> Any:
+def load(source: Pointer, mask: Any = None, other: Any = 0) -> Any:
     scheduler().pause()
     offset = torch.as_tensor(source.offset).as_subclass(Tensor).long()
     if mask is not None:

@@ -19,7 +19,6 @@ from rooftile.planning.stream_k_cost import LINE_BYTES
 
 _UNITS_OF_A_CTA = 2048  # in flight at a time: 16 a thread
 _MOST_COLUMNS = 1024
-PASSING = False
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _NUMBERS = ["rows", "columns", "stride", "copy_stride"]
 
@@ -27,7 +26,7 @@ _NUMBERS = ["rows", "columns", "stride", "copy_stride"]
 @gluon.jit
 def _copy(
     x, copy, cta, rows, columns, stride, copy_stride, block_rows: gl.constexpr,
-    block_columns: gl.constexpr, passing: gl.constexpr,
+    block_columns: gl.constexpr,
 ):  # fmt: skip
     """copy = x, a few rows a CTA. Neighbours along a row go to neighbouring threads, so that a warp
     reads and writes one piece wherever it begins."""
@@ -39,10 +38,7 @@ def _copy(
     for start in range(0, columns, block_columns):
         at = gl.expand_dims(start + column, 0)
         inside = inside_rows & (at < columns)
-        if passing:
-            values = gl.load(x + wide_row * stride + at, mask=inside, eviction_policy="evict_first")
-        else:
-            values = gl.load(x + wide_row * stride + at, mask=inside)
+        values = gl.load(x + wide_row * stride + at, mask=inside)
         gl.store(copy + wide_row * copy_stride + at, values, mask=inside)
 
 
@@ -70,17 +66,16 @@ def copy_kernel(
     block_columns: gl.constexpr,
     other_block_rows: gl.constexpr,
     other_block_columns: gl.constexpr,
-    passing: gl.constexpr,
 ):
     let_dependents_start()
     await_kernels_before()
     cta = gl.program_id(0)
     if cta < ctas:
-        _copy(x, copy, cta, rows, columns, stride, copy_stride, block_rows, block_columns, passing)
+        _copy(x, copy, cta, rows, columns, stride, copy_stride, block_rows, block_columns)
     else:
         _copy(
             other, other_copy, cta - ctas, other_rows, other_columns, other_stride,
-            other_copy_stride, other_block_rows, other_block_columns, passing,
+            other_copy_stride, other_block_rows, other_block_columns,
         )  # fmt: skip
 
 
@@ -145,7 +140,6 @@ def _launch(
             ("block_columns", blocks[0][1]),
             ("other_block_rows", blocks[-1][0]),
             ("other_block_columns", blocks[-1][1]),
-            ("passing", PASSING),
         ),
         dependent=True,
     )
