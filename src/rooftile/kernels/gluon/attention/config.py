@@ -120,6 +120,10 @@ LAST_DRAWN_128_Q_LEN = 1024
 # s16384 1.20, 0.95, where the loops spill: not chosen.
 ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items()}
 ANCHORED_Q_LEN = 1025
+# Head dims up to 192 have the registers for it (two accumulators of 128 + 64 columns). H200, share of cuDNN
+# without and with it: b8 s2048 192 full 0.96, 1.00, causal 0.96, 0.99, 192/128 0.99, 1.01, 0.97, 1.00; b2
+# s8192 0.98, 1.02, 1.07, 1.12, 1.00, 1.04, 1.10, 1.16; b16 s1024 192 causal 1.00, 1.02.
+ANCHORED_192_Q_LEN = 1024
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
 # Keys at a time in a second pass over a tile (again.py). It is rare, and a quarter of what is compiled:
@@ -178,6 +182,8 @@ def config_of(
         return SHORT_128
     if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:
         return replace(CONFIGS[128], last_rounds=2)
+    if dim == 256 and max(k_dim, v_dim) <= 192 and q_len >= ANCHORED_192_Q_LEN:
+        return ANCHORED[256]
     return ANCHORED[dim] if dim < 256 and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
 
 
