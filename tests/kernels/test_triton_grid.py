@@ -89,3 +89,29 @@ def test_every_program_has_a_place(second: int) -> None:
     assert columns <= 65_535
     assert rounds <= 65_535
     assert second <= columns * rounds < second + max(rounds, 1)
+
+
+def far_apart(shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """Random values in memory of more than 2^31 elements, of which only these are touched."""
+    storage = torch.empty(2**31 + 2**27, dtype=torch.float16)
+    return storage.as_strided(shape, stride).copy_(torch.randn(shape))
+
+
+def test_heads_that_lie_beyond_32_bits_are_rotated() -> None:
+    x, positions = far_apart((2, 65, 16), (16, 2**25, 1)), torch.tensor([3, 9])
+    got = ops.rotary_embedding(x, positions, TABLE, kernel="triton")
+    expected = ops.rotary_embedding(x.contiguous(), positions, TABLE, kernel="reference")
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("far", ["x", "weight"])
+def test_columns_that_lie_beyond_32_bits_are_multiplied(far: str) -> None:
+    x, weight = torch.randn(2, 66).half(), torch.randn(2, 8, 66).half()
+    if far == "x":
+        x = far_apart((2, 66), (33, 2**25))
+    else:
+        weight = far_apart((2, 8, 66), (8, 16, 2**25))
+    sizes = torch.tensor([1, 1])
+    got = ops.grouped_linear(x, weight, sizes, kernel="triton")
+    expected = ops.grouped_linear(x.contiguous(), weight.contiguous(), sizes, kernel="reference")
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-2)

@@ -126,6 +126,8 @@ def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     out = x.new_empty((rows, out_features))
     if not out.numel():
         return out
+    # Along a row the kernel counts in 32 bits.
+    x, weight = (y if in_features * y.stride(-1) < 2**31 else y.contiguous() for y in (x, weight))
     block_m, block_n, num_warps, num_stages = tile_shape(
         rows, groups, x.element_size(), shared_memory(x.device)
     )

@@ -42,7 +42,7 @@ def rotary_kernel(
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + half
-    source = x + token * token_stride + head[:, None] * head_stride
+    source = x + token * token_stride + head[:, None].to(tl.int64) * head_stride
     target = out + (token * heads + head[:, None]) * head_dim
     inside = (head < heads)[:, None] & (pair < half)[None, :]
     a = tl.load(source + first[None, :], mask=inside, other=0.0).to(tl.float32)
