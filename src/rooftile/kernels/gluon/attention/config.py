@@ -126,8 +126,8 @@ ANCHORED_Q_LEN = 1025
 ANCHORED_192_Q_LEN = 1024
 # Functions of the caller take registers that two CTAs do not have.
 MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=False)
-# Keys at a time in a second pass over a tile (again.py). It is rare, and a quarter of what is compiled:
-# with 64 instead of 16 a shape class takes a tenth longer to compile.
+# Keys at a time in a second pass over a tile (again.py). It is rare, and a fifth of what is compiled:
+# with 64 instead of 16 a shape class takes 7% longer to compile.
 AGAIN_ROWS = 16
 MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
@@ -189,38 +189,28 @@ def config_of(
 
 @dataclass(frozen=True)
 class Short:
-    """How dense calls of few keys are run by warps of one kind, see short/."""
+    """How dense calls are run whose keys are one tile, see short/."""
 
     dim: int
-    warps: int  # of 16 query rows
-    block: int  # keys per tile
-    stages: int
-    ctas: int  # that share an SM
-    single: bool = False  # all keys are one block: no running maximum
-    late: bool = False  # blocks are loaded under the product after their stage's last, else at once
-    staged: bool = True  # outputs leave through shared memory
+    keys: int  # of a tile, at most
+    ctas: int  # of four warps, that share an SM
+    rows: int = 64  # of queries in a tile
 
     @property
     def most_registers(self) -> int:
-        return min(2**16 // (32 * self.warps * self.ctas) // 8 * 8, 255)
-
-    @property
-    def tile_rows(self) -> int:
-        return 16 * self.warps
+        return min(2**16 // (128 * self.ctas) // 8 * 8, 255)
 
 
-SHORT = {
-    64: Short(64, warps=4, block=128, stages=1, ctas=4, single=True),
-    128: Short(128, warps=8, block=64, stages=2, ctas=2, late=True, staged=False),
-}
-MOST_SHORT_KEYS = 128
+# H200, b32 h16, share of cuDNN with this, with SHORT_64 or CONFIGS[128]: d64 s128 full 1.13, 1.02; d128 s128
+# full 1.12, 1.04, causal 1.12, 1.03.
+SHORT = (Short(64, keys=128, ctas=4), Short(128, keys=128, ctas=2))
 
 
 def short_of(k_dim: int, v_dim: int, kv_len: int, plain: bool) -> Short | None:
     """plain: nothing but a causal mask changes the scores."""
-    if plain and k_dim == v_dim and kv_len <= MOST_SHORT_KEYS:
-        return SHORT.get(k_dim)
-    return None
+    if not plain or k_dim != v_dim:
+        return None
+    return next((x for x in SHORT if x.dim == k_dim and kv_len <= x.keys), None)
 
 
 def columns_used(tile: int, columns: int) -> int:
