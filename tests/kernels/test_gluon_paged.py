@@ -245,13 +245,13 @@ def test_a_plan_can_be_followed_again(seed: int) -> None:
 
 @pytest.mark.parametrize("left", [-1, 150])
 @pytest.mark.parametrize("heads", [(4, 1), (5, 1)])
-@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("dim", "page_size"), [(128, 16), (128, 128), (64, 32)])
 def test_scores_that_rise_far_above_those_of_the_last_keys(
-    page_size: int, heads: tuple[int, int], left: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, page_size: int, heads: tuple[int, int], left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KERNEL, "anchored_from", lambda right: 1)
+    monkeypatch.setattr(KERNEL, "anchored_from", lambda dim, right: 1)
     lengths = [(90, 300), (40, 400), (1, 260)]
-    batch = Batch(lengths, heads, (128, 128), page_size, left=left)
+    batch = Batch(lengths, heads, (dim, dim), page_size, left=left)
     for request, (_, kv_len) in enumerate(lengths):
         for key in range(0, kv_len - 140, 3):  # hundreds of natural units above the others
             page = int(batch.table[request, key // page_size])
@@ -263,11 +263,14 @@ def test_scores_that_rise_far_above_those_of_the_last_keys(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_anchored_maximum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNEL, "anchored_from", lambda right: 1)
+@pytest.mark.parametrize(("dim", "page_size"), [(128, 64), (128, 16), (64, 64)])
+def test_an_anchored_maximum(
+    dim: int, page_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KERNEL, "anchored_from", lambda dim, right: 1)
     lengths = [(100, 130), (1, 300), (300, 370), (30, 20)]
     for left, right in ((-1, 0), (-1, -1), (70, 0), (40, 30)):
-        batch = Batch(lengths, (4, 1), (128, 128), 64, left=left, seed=seed)
+        batch = Batch(lengths, (4, 1), (dim, dim), page_size, left=left, seed=seed)
         check(batch, None, left, right, seed=seed)
 
 

@@ -15,7 +15,14 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from rooftile.kernels.gluon.paged.config import LARGE, LONG, QUANTISED, SMALL, Config  # noqa: E402
+from rooftile.kernels.gluon.paged.config import (  # noqa: E402
+    LARGE,
+    LONG,
+    QUANTISED,
+    SMALL,
+    Config,
+    of_pages,
+)
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     MachineCode,
@@ -75,10 +82,20 @@ def test_eight_rows(quantised: bool) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_prefill(page_size: int) -> None:
-    code = compiled(LARGE[128], page_size, PLAIN)
-    check(code, LARGE[128], OUTSIDE_LOOPS)
+    config = of_pages(LARGE[128], page_size)
+    code = compiled(config, page_size, PLAIN)
+    check(code, config, OUTSIDE_LOOPS)
     assert code.count("UTMASTG")
     assert max(loop.overlapped_exponentials() for loop in code.product_loops()) >= 64
+
+
+def test_prefill_at_head_dim_64() -> None:
+    """Four warpgroups on an SM overlap each other: two CTAs must fit, and loops spill next to nothing."""
+    code = compiled(LARGE[64], 64, PLAIN)
+    check(code, LARGE[64], OUTSIDE_LOOPS)
+    loops = [loop for loop in code.product_loops() if loop.count("HGMMA") == 8]
+    for loop in sorted(loops, key=lambda loop: len(loop.body))[:2]:  # not those of a second pass
+        assert loop.count("LDL") + loop.count("STL") <= 2
 
 
 @pytest.mark.slow
@@ -90,7 +107,9 @@ def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
     for config in (*SMALL[dim], *(config for config in LONG.values() if config.dim == dim)):
         check(compiled(config, 16, features), config, spills)
     if dim < 256:  # at 256 a prefill spills some more
-        check(compiled(LARGE[dim], 16, features), LARGE[dim], OUTSIDE_LOOPS + spills)
+        for page_size in (16, 64):
+            config = of_pages(LARGE[dim], page_size)
+            check(compiled(config, page_size, features), config, OUTSIDE_LOOPS + spills)
     for config in QUANTISED.get(dim, ())[:2]:
         check(compiled(config, 16, features, quantised=True), config, spills)
 

@@ -1,6 +1,6 @@
 """How each kind of call is run, with the measurement behind each choice."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.anchored and not self.own_output:
             raise ValueError("an anchored maximum needs own_output: the memory of its second pass")
+        if self.q_stages == 1 and self.loaders == 2 and not self.own_output:
+            raise ValueError(
+                "with one tile of queries and two loaders the next item's queries come while an output "
+                "leaves: set own_output, or q_stages to 2"
+            )
         if self.k_stages not in (0, self.stages) and (self.loaders == 1 or not self.overlapped):
             raise ValueError(
                 f"k_stages is {self.k_stages} and stages {self.stages}; they may differ where keys and "
@@ -50,6 +55,7 @@ class Config:
         return 2**16 // (32 * warps * self.ctas) // 8 * 8
 
 
+UNBOUNDED = 2**30  # beyond every length
 # For each head dim, by packed rows of the longest request. H200, bf16, page 16, 32/8 heads, us with one CTA
 # of 6 stages, one of 3 stages of 128 keys, two of 3 stages: b32 4k 145 144 136, b128 8k 1005 989 975, b64 of
 # 128 to 32k 336 326 320. One producer warp cannot issue 16 boxes of a page each as fast as memory delivers
@@ -63,7 +69,7 @@ SMALL = {
     128: (
         Config(128, 1, 64, 2, (0, 64), few=8, ctas=2),
         Config(128, 1, 64, 2, (0, 64), few=16, ctas=2, q_stages=1),
-        Config(128, 1, 64, 2, (0, 64), ctas=2, q_stages=1),
+        Config(128, 1, 64, 2, (0, 64), ctas=2, loaders=2),
     ),
     256: (
         Config(256, 1, 64, 3, (0, 112), few=8),
@@ -74,31 +80,30 @@ SMALL = {
 # A few long strips: half as many parts to merge. H200, us beside the first of the above: b1 8k 18.9 19.5,
 # b1 64k 71.2 72.1, b8 8k 70.9 70.9.
 FEW_STRIPS = 32
-ANCHORED_CAUSAL, ANCHORED_FULL = 4096, 1024  # query tokens
 LONG = {128: Config(128, 1, 128, 2, (0, 112), few=8)}
 # Prefill. H200, b2 s8192 32/8 causal and full, share of dense attention with strips cut into equal shares,
 # drawn, and drawn with two loaders: page 64 0.83 -, 0.96 0.96, 0.95 0.98; page 16 drawn 0.86 0.85, with two
 # loaders 0.89 0.94. What was cut read the keys of all heads at once, and did not find them in the L2 cache.
-# An anchored maximum (when dense attention has one too), share without and with it: causal b8 s2048 0.92
-# 0.90, b2 s8192 0.91 0.93, b1 s16384 0.91 0.95; full b8 s2048 0.93 0.96, b2 s8192 0.90 0.97; d64 0.76 0.87.
+# Head dim 64 in the short tiles of dense attention, one loader and two: page 64, causal b8 s2048 0.95 0.94, b16
+# s1024 0.93 0.92; page 16 0.94 0.93, 0.90 0.90. In the tiles of 128 keys before: 0.87.
 LARGE = {
     64: Config(
-        64,
-        2,
-        64,
-        4,
-        (104, 32),
-        ctas=2,
-        drawn=True,
-        loaders=2,
-        anchored=True,
-        overlapped=False,
-        sums_in_parts=True,
-        own_output=True,
+        64, 2, 64, 4, (104, 32), ctas=2, drawn=True, anchored=True, overlapped=False,
+        sums_in_parts=True, own_output=True,
     ),
     128: Config(128, 2, 128, 2, (224, 56), drawn=True, loaders=2, anchored=True, own_output=True),
     256: Config(256, 2, 64, 2, (224, 56), q_stages=1, drawn=True),
+}  # fmt: skip
+# Small pages, whose keys are many boxes: a third stage of keys in the place of the second tile of queries, which
+# are loaded behind the values. Share of dense without and with it: page 16, causal b8 s2048 0.92 0.94, b2 s8192
+# 0.93 0.95, b1 s16384 0.94 0.96, full b2 s8192 0.95 0.97; page 64, causal 0.98 0.97, 0.99 0.97, 0.99 0.98.
+SMALL_PAGE = 64  # keys
+SMALL_PAGES = {
+    LARGE[128]: replace(LARGE[128], registers=(232, 40), k_stages=3, q_stages=1),
 }
+# Query tokens of a request from which on an anchored maximum pays, causal and full. Share of dense without and with
+# it: page 64, causal b16 s1024 0.97 0.96, b8 s2048 0.94 0.96.
+ANCHORED = {64: (1024, 1024), 128: (1025, 1024), 256: (UNBOUNDED, UNBOUNDED)}
 # Pages of 8-bit numbers, whose boxes are 128 columns wide. One CTA of 6 stages of 128 keys, two of 5
 # of 64, two of 3 of 128: b32 4k 85 82 80, b128 8k 529 521 527, b64 of 128 to 32k 198 190 180. Two of 3 and 2
 # stages of 128: b32 4k 77.5 74.9, b128 8k 494 492.
@@ -119,7 +124,6 @@ QUANTISED = {
 SHARED_ROWS = 64
 # Clocks of an item beyond its tiles in that case, 500, 1500, 3000: 64 requests, 8k shared, 256 own 59.6 61.9 54.4.
 SHARED_ITEM_COST = 3000
-UNBOUNDED = 2**30  # beyond every length
 
 
 def config_of(
@@ -141,9 +145,16 @@ def config_of(
     return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)
 
 
-def anchored_from(right: int) -> int:
-    """Query tokens of a request from which on an anchored maximum pays; right: of the window."""
-    return ANCHORED_CAUSAL if right >= 0 else ANCHORED_FULL
+def of_pages(config: Config, page_size: int) -> Config:
+    """The same for pages of `page_size` keys; plans do not depend on it."""
+    return SMALL_PAGES.get(config, config) if page_size < SMALL_PAGE else config
+
+
+def anchored_from(dim: int, right: int) -> int:
+    """Query tokens of a request from which on an anchored maximum pays; dim: of the tiles, right: of the
+    window."""
+    causal, full = ANCHORED[dim]
+    return causal if right >= 0 else full
 
 
 def longest_tile(k_dim: int, v_dim: int) -> int:

@@ -17,6 +17,7 @@ from rooftile.kernels.gluon.paged.config import (
     Config,
     anchored_from,
     config_of,
+    of_pages,
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
@@ -123,10 +124,10 @@ def _kind_of_call(
     device = q.device
     quantised = k_pages.dtype != q.dtype
     block = config.block
-    if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(right):
+    if not chunk_len:  # whose rotations of queries come one after the other
+        config = of_pages(config, page_size)
+    if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(config.dim, right):
         config = replace(config, anchored=False)
-    if chunk_len and config.loaders == 2:  # rotations of the queries come one after the other
-        config = replace(config, k_stages=0, q_stages=2)
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
     # only say what a tile of Q consists of.
     rows = config.few or 64
