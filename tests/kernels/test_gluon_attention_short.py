@@ -20,8 +20,7 @@ KERNEL, CONFIG, SHORT = load_simulated(
     "rooftile.kernels.gluon.attention.config",
     "rooftile.kernels.gluon.attention.short.forward",
 )
-SHORTS = list(CONFIG.SHORT.values())
-MANY_BLOCKS = [short for short in SHORTS if not short.single]
+SHORTS = CONFIG.SHORT
 
 
 def exact_of(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,7 +49,7 @@ def check(
     short=st.sampled_from(SHORTS),
     batch=st.integers(1, 3),
     q_len=st.sampled_from([1, 63, 64, 65, 128, 130, 300]),
-    kv_len=st.sampled_from([1, 7, 63, 64, 65, 100, 127, 128]),
+    kv_len=st.sampled_from([1, 7, 63, 64, 65, 100, 127, 128, 200, 256]),
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 3),
     right=st.sampled_from([-1, 0, 0, 5, 1000]),
@@ -69,22 +68,13 @@ def test_against_float64(
     seed: int,
 ) -> None:
     """Every row is written, whatever the lengths, also where it sees nothing."""
+    kv_len = min(kv_len, short.keys)
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, q_len, kv_heads * group, short.dim, generator=g).to(dtype)
     k, v = (
         torch.randn(batch, kv_len, kv_heads, short.dim, generator=g).to(dtype) for _ in range(2)
     )
     check(q, k, v, right, short, seed)
-
-
-@pytest.mark.parametrize("short", MANY_BLOCKS, ids=str)
-@pytest.mark.parametrize("right", [-1, 0])
-def test_many_blocks_that_rise(short: Any, right: int) -> None:
-    """The maximum moves in every block, up and down: earlier sums are rescaled, or not at all."""
-    g = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, 250, 1, short.dim, generator=g).bfloat16() for _ in range(3))
-    k *= torch.tensor([1.0, 30.0, 4.0, 60.0]).repeat_interleave(64)[:250, None, None]
-    check(q, k, v, right, short, 1)
 
 
 @pytest.mark.parametrize("short", SHORTS, ids=str)
@@ -108,9 +98,30 @@ def test_every_tile_is_taken_once(short: Any, units: int) -> None:
 
 
 def test_which_calls_are_short() -> None:
-    """Plain calls of at most 128 keys; the numbers are those of docs/performance.md."""
+    """Plain calls whose keys are one tile; the lengths are those of docs/performance.md."""
     for dim, plain in itertools.product((32, 64, 96, 128, 256), (False, True)):
         chosen = CONFIG.short_of(dim, dim, 128, plain)
-        assert (chosen is not None) == (plain and dim in CONFIG.SHORT)
-    assert CONFIG.short_of(64, 64, 129, True) is None
+        assert (chosen is not None) == (plain and dim in (64, 128))
     assert CONFIG.short_of(64, 32, 100, True) is None
+    for dim in (64, 128):
+        most = max(short.keys for short in SHORTS if short.dim == dim)
+        assert CONFIG.short_of(dim, dim, most, True).keys == most
+        assert CONFIG.short_of(dim, dim, most + 1, True) is None
+
+
+@pytest.mark.parametrize("short", SHORTS, ids=str)
+def test_the_operator_takes_it(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(KERNEL, "config_of", None)  # of the other kernel
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, 70, 2, short.dim, generator=g).bfloat16() for _ in range(3))
+    options = (None, -1, 0, 0.0)
+    with simulation(seed=4):
+        out, _ = KERNEL.attention(q, k, v, *options, 0.125)
+        turned, _ = KERNEL.attention(q, k, v, *options, -0.125)  # by way of new tensors
+        shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view_as(q).copy_(q)
+        moved, _ = KERNEL.attention(shifted, k, v, *options, 0.125)
+    assert torch.equal(moved, out)
+    for got, scale in ((out, 0.125), (turned, -0.125)):
+        exact, _ = exact_of(q, k, v, 0, scale)
+        assert (got.double() - exact).abs().max() < 0.02

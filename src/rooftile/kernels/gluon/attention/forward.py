@@ -20,11 +20,13 @@ from rooftile.kernels.gluon.attention.config import (
     box_columns,
     config_of,
     heads_at_a_time,
+    short_of,
     typical_length,
 )
 from rooftile.kernels.gluon.attention.cut import cut_of
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
+from rooftile.kernels.gluon.attention.short.forward import bind_short
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
 from rooftile.kernels.gluon.counter import address_of_counter, counter, counters
 from rooftile.kernels.gluon.launch import Launch, multiprocessors
@@ -170,6 +172,28 @@ def bind_attention(
 
         return run_prepared
     changed = (slopes is not None, mods is not NO_MODS)
+    unchanged = sink is None and left < 0 and softcap == 0 and not any(changed)
+    short = None if config else short_of(k_dim, v_dim, kv_len, unchanged)
+    if short is not None:
+        fill = bind_short(q, k, v, right, scale, short, multiprocessors(q.device))
+        like_out, like_lse = _templates(q, v_dim)
+
+        def run_short(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            sink: Tensor | None,
+            slopes: Tensor | None = None,
+            mods: Mods = NO_MODS,
+        ) -> Result:
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+                q, k, v = addressable(q), addressable(k), addressable(v)
+                return attention(q, k, v, sink, left, right, softcap, scale)
+            out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+            fill(q, k, v, out, lse)
+            return out, lse
+
+        return run_short
     config = config or config_of(k_dim, v_dim, q_len, right, *changed)
     if q.dtype == torch.float16:
         config = config.of_few_bits()

@@ -1,12 +1,12 @@
-"""Attention forward for Hopper over few keys: every warp multiplies, several CTAs share an SM.
+"""Attention forward for Hopper where all keys are one tile: every warp multiplies, several CTAs share an SM.
 
-A tile of few keys is over before roles, messages and turns pay: here all warps run the same steps one after the
-other (product, softmax, product), a thread of theirs starts the copies of the next tile as soon as a place is
-free, and CTAs that share an SM overlap each other.
+Such a tile is over before roles, messages and turns pay, and needs no running maximum. Four warps take its steps
+one after the other (product, softmax, product); a thread of theirs starts the copies of the next tile's queries,
+keys and values as soon as their places are free; and CTAs that share an SM overlap each other.
 
 | file | what it is |
 | --- | --- |
 | forward.py | from an operator's arguments to a launch |
 | kernel.py | the kernel |
-| order.py | which tiles a CTA takes, which keys it loads next |
+| order.py | which tiles a CTA takes |
 """

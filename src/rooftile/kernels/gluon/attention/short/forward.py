@@ -18,16 +18,7 @@ _LOG2_E = 1.4426950408889634
 
 def constants(short: Short, has_right: bool) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `short_attention_kernel`, in its order."""
-    return (
-        ("dim", short.dim),
-        ("warps", short.warps),
-        ("block", short.block),
-        ("stages", short.stages),
-        ("single", short.single),
-        ("late", short.late),
-        ("staged", short.staged),
-        ("has_right", has_right),
-    )
+    return (("dim", short.dim), ("keys", short.keys), ("has_right", has_right))
 
 
 def bind_short(
@@ -43,7 +34,7 @@ def bind_short(
     output [batch, q_len, num_q_heads, dim] and the lse [batch, q_len, num_q_heads] float32 to fill."""
     batch, q_len, num_heads, dim = q.shape
     kv_len, num_kv_heads = k.shape[1], k.shape[2]
-    q_tiles = -(-q_len // short.tile_rows)
+    q_tiles = -(-q_len // short.rows)
     num_tiles = q_tiles * batch * num_heads
     launch = Launch(
         short_attention_kernel,
@@ -51,10 +42,10 @@ def bind_short(
         q.device,
         q.dtype,
         (
-            describe(q, short.tile_rows, dim),
-            describe(k, short.block, dim),
-            describe(v, short.block, dim),
-            describe(q.new_empty(batch, q_len, num_heads, dim), short.tile_rows, dim),
+            describe(q, short.rows, dim),
+            describe(k, short.keys, dim),
+            describe(v, short.keys, dim),
+            describe(q.new_empty(batch, q_len, num_heads, dim), short.rows, dim),
         ),
         (
             num_tiles,
@@ -64,11 +55,10 @@ def bind_short(
         ),
         constants(short, right >= 0),
         short.most_registers,
-        warps=short.warps,
         dependent=True,
     )
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        launch((q, k, v, out), (out, lse))
+        launch((q, k, v, out), (lse,))
 
     return run

@@ -1,16 +1,18 @@
-"""The kernel: every warp multiplies, and one of their threads starts the copies of what comes next."""
+"""The kernel: every warp multiplies, and one of their threads starts the copies of the next tile."""
 # mypy: disable-error-code="no-untyped-def"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from rooftile.kernels.gluon.attention.short.order import Order, first_block
+from rooftile.kernels.gluon.attention.short.order import Order
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 from rooftile.kernels.gluon.tile.divisor import Divisor
 from rooftile.kernels.gluon.tile.maps import prefetch_maps
-from rooftile.kernels.gluon.tile.mask import visible, whole_range
+from rooftile.kernels.gluon.tile.mask import visible
 from rooftile.kernels.gluon.tile.mma import (
+    GROUP_ROWS,
+    accumulator_layout,
     columns_of,
     left_operand_layout,
     multiply,
@@ -18,63 +20,29 @@ from rooftile.kernels.gluon.tile.mma import (
     rows_of,
     wait,
 )
-from rooftile.kernels.gluon.tile.softmax import rescale, start_softmax
+from rooftile.kernels.gluon.tile.softmax import start_softmax
 from rooftile.kernels.triton_version import tma_load, tma_store, tma_store_wait
 
 _UNSPECIALISED = [
-    *("out", "lse", "num_tiles", "q_tiles", "q_tiles_factor", "q_tiles_shift", "num_heads"),
-    *("num_heads_factor", "num_heads_shift", "group_size", "group_factor", "group_shift"),
-    *("q_len", "kv_len", "right"),
+    *("lse", "num_tiles", "q_tiles", "q_tiles_factor", "q_tiles_shift"),
+    *("num_heads", "num_heads_factor", "num_heads_shift"),
+    *("group_size", "group_factor", "group_shift", "q_len", "kv_len", "right"),
 ]
 
 
-@gluon.constexpr_function
-def _accumulator(warps, columns):
-    """Layout of an accumulator of 16 rows a warp."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16]
+@gluon.jit
+def _load(desc, batch, head, row, tile, full, more):
+    mbarrier.expect(full, desc.block_type.nbytes, pred=more)
+    tma_load(desc, (batch, head, row, 0), full, tile, pred=more)
+
+
+@gluon.jit
+def _unknown_zero():
+    """0, which the compiler does not know: else it keeps what a mask compares for every element in
+    registers from tile to tile."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.constexpr_function
-def _rowwise(warps, columns):
-    """Of an output tile on its way to memory: four threads have 32 neighbouring columns of a row, and
-    write whole sectors of it."""
-    further = [32 << i for i in range(8) if 32 << i < columns]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *([0, column] for column in further), [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16 << i, 0] for i in range(warps.bit_length() - 1)],
-        block_bases=[],
-        shape=[16 * warps, columns],
-    )
-
-
-@gluon.jit
-def _load_keys(at, desc, tiles, full, stage, block: gl.constexpr, more=True):
-    """Starts the copy of keys or values into a stage that every warp has read."""
-    more = (at.n >= 0) & more
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes, pred=more)
-    place = (at.batch, at.head, at.n * block, 0)
-    tma_load(desc, place, full.index(stage), tiles.index(stage), pred=more)
-
-
-@gluon.jit
-def _load_q(order, i, desc, tile, full):
-    batch, head, row0, blocks = order.tile(i)
-    mbarrier.expect(full, desc.block_type.nbytes, pred=blocks > 0)
-    tma_load(desc, (batch, head, row0, 0), full, tile, pred=blocks > 0)
-
-
-@gluon.jit
-def _store(out, o, token, q_len, num_heads, head, row0, dim: gl.constexpr, warps: gl.constexpr):
-    """Writes an output tile from registers; token: of the sequence's first query."""
-    R: gl.constexpr = _rowwise(warps, dim)
-    row = row0 + gl.arange(0, 16 * warps, rows_of(R))
-    first = ((token + row).to(gl.int64) * num_heads + head) * dim
-    at = out + gl.expand_dims(first, 1) + gl.expand_dims(gl.arange(0, dim, columns_of(R)), 0)
-    at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
-    gl.store(at, gl.convert_layout(o, R), mask=gl.expand_dims(row < q_len, 1))
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
@@ -83,52 +51,42 @@ def short_attention_kernel(
     k_desc,
     v_desc,
     o_desc,
-    out,  # pointer, [batch, q_len, heads, dim]
     lse,  # pointer, [batch, q_len, heads] float32
     num_tiles,
-    q_tiles,
+    q_tiles,  # of a head
     q_tiles_factor,
     q_tiles_shift,
     num_heads,
     num_heads_factor,
     num_heads_shift,
-    group_size,
+    group_size,  # query heads per key-value head
     group_factor,
     group_shift,
     q_len,
-    kv_len,
+    kv_len,  # at most `keys`
     right,
-    factor,
+    factor,  # raw scores to log2 units
     dim: gl.constexpr,
-    warps: gl.constexpr,
-    block: gl.constexpr,
-    stages: gl.constexpr,
-    single: gl.constexpr,
-    late: gl.constexpr,
-    staged: gl.constexpr,
+    keys: gl.constexpr,
     has_right: gl.constexpr,
 ):
-    """Forward attention of tiles of 16 rows a warp, one step after the other: CTAs that share an SM
-    overlap each other. See config.Short for the constants."""
-    rows: gl.constexpr = 16 * warps
+    """Forward attention of tiles of 64 rows by all keys. For four warps."""
     dtype: gl.constexpr = q_desc.dtype
-    S: gl.constexpr = _accumulator(warps, block)
-    O: gl.constexpr = _accumulator(warps, dim)  # noqa: E741
+    S: gl.constexpr = accumulator_layout(keys)
+    O: gl.constexpr = accumulator_layout(dim)  # noqa: E741
     let_dependents_start()
     # Of Q, K, V and the output; a descriptor is a map and two numbers for each of 4 dimensions.
     prefetch_maps("short_attention_kernel", (0, 9, 18, 27))
     q_tile = gl.allocate_shared_memory(dtype, q_desc.block_shape, q_desc.layout)
-    k_tile = gl.allocate_shared_memory(dtype, [stages] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
-    v_tile = gl.allocate_shared_memory(dtype, [stages] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
-    if staged:
-        o_tile = gl.allocate_shared_memory(dtype, o_desc.block_shape, o_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, k_desc.block_shape, k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, v_desc.block_shape, v_desc.layout)
+    o_tile = gl.allocate_shared_memory(dtype, o_desc.block_shape, o_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(q_full, count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
     fence_async_shared()
     await_kernels_before()
 
@@ -136,92 +94,57 @@ def short_attention_kernel(
         num_tiles,
         Divisor(q_tiles, q_tiles_factor, q_tiles_shift),
         Divisor(num_heads, num_heads_factor, num_heads_shift),
-        Divisor(group_size, group_factor, group_shift),
-        *(q_len, kv_len, right, rows, block, has_right),
+        GROUP_ROWS,
     )
-    ahead = first_block(order)
-    _load_q(order, 0, q_desc, q_tile, q_full)
-    for i in gl.static_range(stages):
-        _load_keys(ahead, k_desc, k_tile, k_full, i, block)
-        _load_keys(ahead, v_desc, v_tile, v_full, i, block)
-        ahead = ahead.following(order)
+    of_heads = Divisor(group_size, group_factor, group_shift)
+    batch, head, row0, more = order.tile(0)
+    kv_head = of_heads.divide(head)
+    _load(q_desc, batch, head, row0, q_tile, q_full, more)
+    _load(k_desc, batch, kv_head, 0, k_tile, k_full, more)
+    _load(v_desc, batch, kv_head, 0, v_tile, v_full, more)
 
-    columns = gl.arange(0, block, columns_of(S))
-    q = q_tile.reshape([rows, dim])
+    columns = gl.arange(0, keys, columns_of(S))
+    q = q_tile.reshape([GROUP_ROWS, dim])
+    k = k_tile.reshape([keys, dim])
+    v = v_tile.reshape([keys, dim])
     offset = kv_len - q_len
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    read = gl.to_tensor(-1)  # the stage of the block before
     i = 0
-    batch, head, row0, blocks = order.tile(i)
-    while blocks > 0:
-        row = row0 + gl.arange(0, rows, rows_of(S))
-        low, high = whole_range(row0, offset, kv_len, -1, right, rows, block, False, has_right)
-        softmax = start_softmax(rows, rows_of(S))
-        o = gl.zeros([rows, dim], gl.float32, O)
+    while more:
+        next_batch, next_head, next_row0, more = order.tile(i + 1)
+        next_kv_head = of_heads.divide(next_head)
+        row = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
         mbarrier.wait(q_full, i & 1)
-        n = blocks - 1
-        while n >= 0:
-            gl.thread_barrier()  # every warp has read the block before
-            mbarrier.wait(k_full.index(stage), phase)
-            k = k_tile.index(stage).reshape([block, dim])
-            s = gl.zeros([rows, block], gl.float32, S)
-            s = multiply(q, k.permute((1, 0)), s, use_acc=False)
-            if late:
-                more = read >= 0
-                place = gl.maximum(read, 0)
-                _load_keys(ahead, k_desc, k_tile, k_full, place, block, more)
-                _load_keys(ahead, v_desc, v_tile, v_full, place, block, more)
-                gl.thread_barrier()
-                if more:
-                    ahead = ahead.following(order)
-                read = stage
-            s = wait(0, deps=[s])
-            if not late:
-                gl.thread_barrier()  # every warp has read the keys
-                _load_keys(ahead, k_desc, k_tile, k_full, stage, block)
-                if n == 0:
-                    _load_q(order, i + 1, q_desc, q_tile, q_full)
-            if (n < low) | (n >= high):
-                keys = n * block + columns
-                seen = visible(row, keys, offset, kv_len, -1, right, False, has_right)
-                s = gl.where(seen, s, float("-inf"))
-            if single:
-                _alpha, softmax = softmax.anchor(s, factor)
-                p, softmax = softmax.weigh(s, factor, 0)
-            else:
-                p, alpha, softmax = softmax.step(s, factor, True, 0)
-                o = rescale(o, gl.convert_layout(alpha, rows_of(O)), dim, True)
-            weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
-            mbarrier.wait(v_full.index(stage), phase)
-            v = v_tile.index(stage).reshape([block, dim])
-            o = multiply(weights, v, o, use_acc=not single)
-            o, weights = wait(0, deps=[o, weights])
-            if not late:
-                gl.thread_barrier()  # every warp has read the values
-                _load_keys(ahead, v_desc, v_tile, v_full, stage, block)
-                ahead = ahead.following(order)
-            if stages == 1:
-                phase ^= 1
-            else:
-                phase ^= stage
-                stage ^= 1
-            n -= 1
-        if late:
-            gl.thread_barrier()
-            _load_q(order, i + 1, q_desc, q_tile, q_full)
+        mbarrier.wait(k_full, i & 1)
+        s = gl.zeros([GROUP_ROWS, keys], gl.float32, S)
+        s = multiply(q, k.permute((1, 0)), s, use_acc=False)
+        s = wait(0, deps=[s])
+        gl.thread_barrier()  # every warp has read them
+        _load(k_desc, next_batch, next_kv_head, 0, k_tile, k_full, more)
+        _load(q_desc, next_batch, next_head, next_row0, q_tile, q_full, more)
+        end = kv_len
+        if has_right:
+            end = gl.minimum(end, row0 + offset + right + 1)
+        if end < keys:
+            column = columns + _unknown_zero()
+            seen = visible(row, column, offset, kv_len, -1, right, False, has_right)
+            s = gl.where(seen, s, float("-inf"))
+        _alpha, softmax = start_softmax(GROUP_ROWS, rows_of(S)).anchor(s, factor)
+        p, softmax = softmax.weigh(s, factor, 0)
+        weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
+        mbarrier.wait(v_full, i & 1)
+        o = multiply(weights, v, gl.zeros([GROUP_ROWS, dim], gl.float32, O), use_acc=False)
+        o, weights = wait(0, deps=[o, weights])
+        gl.thread_barrier()
+        _load(v_desc, next_batch, next_kv_head, 0, v_tile, v_full, more)
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
-        token = batch * q_len
-        at_lse = lse + (token + row).to(gl.int64) * num_heads + head
-        gl.store(at_lse, softmax.lse(), mask=row < q_len)
-        if staged:
-            tma_store_wait(0)
-            o_tile.reshape([rows, dim]).store(o.to(dtype))
-            fence_async_shared()
-            tma_store(o_desc, (batch, head, row0, 0), o_tile)
-        else:
-            _store(out, narrow(o, dtype), token, q_len, num_heads, head, row0, dim, warps)
-        i += 1
-        batch, head, row0, blocks = order.tile(i)
-    if staged:
+        token = (batch * q_len + row).to(gl.int64)
+        gl.store(lse + token * num_heads + head, softmax.lse(), mask=row < q_len)
         tma_store_wait(0)
+        o_tile.reshape([GROUP_ROWS, dim]).store(o.to(dtype))
+        fence_async_shared()
+        tma_store(o_desc, (batch, head, row0, 0), o_tile)
+        batch = next_batch
+        head = next_head
+        row0 = next_row0
+        i += 1
+    tma_store_wait(0)
