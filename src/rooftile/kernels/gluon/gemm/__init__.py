@@ -17,8 +17,9 @@ CTA finishes is published first thing, and a finisher waits for CTAs of lower nu
 | epilogue.py | bias, activation, gate, residual, store |
 | pad.py | copies of matrices that the copy engine cannot address |
 | sums.py | the sum of parts that one launch stored, by another |
-| choice.py | which kernel runs a product: this one, or one of those for small products |
-| direct.py, direct_plan.py, direct_forward.py | operands from memory to registers: few rows, int4 |
+| choice.py | which kernel runs a product: this one, or one of those for few rows and small products |
+| few_rows.py, few_plan.py, few_forward.py | 5 to 64 rows: rings that fill under the kernel before |
+| direct.py, direct_plan.py, direct_forward.py | int4 weights, from memory to registers |
 | codes.py | int4 weights, dequantised in registers |
 | tile_plan.py | whole tiles whose loads the compiler pipelines (kernels/triton/gemm_tiles.py) |
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
 from rooftile.kernels.gluon.gemm.few_plan import (
     FewRowsPlan,
     PortablePlan,
@@ -47,7 +46,7 @@ class Operands:
     bare: bool = False
 
 
-AnyPlan = Plan | DirectPlan | TilePlan | FewRowsPlan | PortablePlan
+AnyPlan = Plan | TilePlan | FewRowsPlan | PortablePlan
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from rooftile.kernels.flags import discard_flags, flags
 from rooftile.kernels.gluon.gemm import direct_forward, few_forward
 from rooftile.kernels.gluon.gemm.choice import AnyPlan, Operands, choose
 from rooftile.kernels.gluon.gemm.config import constants
-from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan, plan_of_codes
+from rooftile.kernels.gluon.gemm.direct_plan import plan_of_codes
 from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan, PortablePlan
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
@@ -65,14 +65,13 @@ def matmul(
         )
     if b.dtype == torch.int32:
         a = a if a.stride(1) == 1 else a.contiguous()
+        assert scale_b is not None
         return direct_forward.matmul(
             *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m, n))
         )
     if plan is None:
         bare = activation == "none" and residual is None and out_dtype == a.dtype
         plan = _choose(a, b, scale_a is not None, gated, bare, batch_invariant)
-    if isinstance(plan, DirectPlan):
-        return direct_forward.matmul(a, b.T, None, bias, residual, activation, out_dtype, plan)
     if isinstance(plan, FewRowsPlan):
         return few_forward.matmul(a, b.T, bias, residual, activation, out_dtype, plan)
     if isinstance(plan, PortablePlan):
