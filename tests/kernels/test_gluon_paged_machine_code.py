@@ -102,8 +102,8 @@ def test_prefill_at_head_dim_64() -> None:
 @pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
-    # A prefill with every feature spills what its producer has to know of windows.
-    spills = 64 if features == EVERYTHING else 0
+    # A prefill with every feature spills what its producer has to know of windows, and two CTAs more.
+    spills = (128 if dim == 64 else 64) if features == EVERYTHING else 0
     for config in (*SMALL[dim], *(config for config in LONG.values() if config.dim == dim)):
         check(compiled(config, 16, features), config, spills)
     if dim < 256:  # at 256 a prefill spills some more
