@@ -49,6 +49,10 @@ def test_the_choice_is_the_kernels_own_table() -> None:
         other = (config.tile_rows, config.block) != (usual.tile_rows, usual.block)
         assert ("instead of" in chosen.reason) == other
         assert ("row maximum" in chosen.reason) == config.anchored
+    short = table.short_of(128, 128, 100, True)
+    chosen = tiles.choice(attention_case("b32 s100 h16/16 d128 causal"), "h200")
+    assert (chosen.tile.rows, chosen.tile.block) == (short.rows, short.keys)
+    assert f"{short.ctas} CTAs" in chosen.reason
     chosen = tiles.choice(attention_case("b8 s2048 h8/8 d192 causal"), "h200")
     assert (chosen.k_dim, chosen.v_dim) == (192, 192)
 

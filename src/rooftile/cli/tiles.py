@@ -42,6 +42,14 @@ def choice(case: AttentionCase, machine: str) -> Choice:
 def _hopper(case: AttentionCase, machine: str = "h200") -> Choice:
     table = _hopper_table()
     _check_dims(case, max(table.CONFIGS), "Hopper")
+    short = table.short_of(case.k_dim, case.v_dim, max(case.kv_lens), not case.ragged)
+    if short is not None:
+        reason = (
+            f"all keys are one tile, which needs no roles, turns or running maximum: "
+            f"{short.ctas} CTAs of one warpgroup share an SM and overlap each other"
+        )
+        tile = Tile(short.rows, short.keys, 1)
+        return Choice("gluon", tile, short.dim, short.dim, short.ctas, reason)
     q_len = max(case.q_lens)
     config = table.config_of(case.k_dim, case.v_dim, q_len, 0 if case.causal else -1)
     usual = table.CONFIGS[config.dim]
