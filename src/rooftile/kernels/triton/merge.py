@@ -252,7 +252,7 @@ def merge_shared(
         has_sink=sink is not None,
         row_stride=spec.tile_rows[-1],
         row_block=row_block,
-        part_block=16,
+        part_block=8,
         dim_tile=dim_tile,
         num_warps=4,
         planned=planned,
