@@ -88,36 +88,27 @@ def _dequantise():
 
 
 @gluon.jit
-def code_rows(
-    stride, rows, row0, tile: gl.constexpr, tile_k: gl.constexpr, warps_k: gl.constexpr
-):  # fmt: skip
-    """Where `tile` rows from row0 on begin in words and in scales; beyond the last row, where that does."""
-    L: gl.constexpr = _words_layout(tile, tile_k // BLOCK, warps_k)
-    row = gl.minimum(row0 + _axis(tile, 1, L), rows - 1).to(gl.int64)
-    return row * stride, row * (stride // 4)
-
-
-@gluon.jit
 def fetch_codes(
-    words, scales, word_row, scale_row, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
+    words, scales, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
     warps_k: gl.constexpr,
 ):  # fmt: skip
     """Words and scales [warps_k, tile, blocks, 4, 4] of k0 on, 0 beyond k.
 
     words: pointer, [rows, stride] int32, on multiples of 16 bytes. scales: pointer, [rows, stride / 4]
-    bfloat16. word_row, scale_row: from `code_rows`.
+    bfloat16.
     """
     blocks: gl.constexpr = tile_k // BLOCK
     L: gl.constexpr = _words_layout(tile, blocks, warps_k)
     block = k0 // BLOCK + _axis(warps_k, 0, L) * blocks + _axis(blocks, 2, L)
+    row = gl.minimum(row0 + _axis(tile, 1, L), rows - 1).to(gl.int64)
     within = _axis(4, 3, L) * 4 + _axis(4, 4, L)
-    word_at = words + word_row + block * WORDS + within
+    word_at = words + row * stride + block * WORDS + within
     word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
-    scale_at = scales + scale_row + block * 4 + _axis(4, 4, L)
+    scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
     scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
     # Masks where none are needed, too: without them the compiler has fewer loads under way at a time
     # (6144 x 4096 9.6 microseconds instead of 7.7).
-    inside = (block * BLOCK < k) & (word_row >= 0)
+    inside = (block * BLOCK < k) & (row >= 0)
     return gl.load(word_at, mask=inside, other=0), gl.load(scale_at, mask=inside, other=0.0)
 
 

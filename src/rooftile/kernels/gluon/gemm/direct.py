@@ -1,17 +1,17 @@
-"""A product of int4 weights whose operands go from memory to registers: no copy engine, no barriers.
+"""A product whose operands go from memory to registers: no copy engine, no barriers, no roles.
 
-    acc[j, i] = sum over k of weight[j, k] x[i, k]
+    acc[x, y] = sum over k of x[x, k] y[y, k]
 
-The weight is the left operand, so that its rows fill the tensor core's sixteen and the right operand's
-eight columns are enough for one row of activations. The warps of a CTA share k: every warp multiplies
-the whole tile over slices of its own, and the sums are added at the end, so no other CTA takes part.
+For few rows (decoding) x is the weight, so that its rows fill the tensor core's sixteen and y's eight
+columns are enough for one row of activations; for small products x and y may be a and b. The warps of
+a CTA share k: every warp multiplies the whole tile over slices of its own, and the sums are added at
+the end, so no other CTA takes part. What costs time in a small product is latency, and this one waits
+for memory once or twice in all.
 
-CTAs take tiles in turn and fetch their next codes, be they of the next tile, before they multiply those
-that they have. Where weights are at rest the first are fetched before the kernels ahead have ended.
-
-A thread reads eight elements along k at a time: the tensor core may take k in any order as long as both
-operands do the same. Rows of activations that begin on no multiple of 16 bytes are read in smaller
-units, a warp along a row, and turned around in shared memory.
+Both operands must have k as their contiguous dimension. A thread reads eight elements along k at a
+time: the tensor core may take k in any order as long as both operands do the same. Rows that begin on
+no multiple of 16 bytes are read in smaller units, a warp along a row, and turned around in shared
+memory. Weights may be int4 (codes.py).
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from rooftile.kernels.gluon.gemm.codes import code_rows, dequantised, fetch_codes
+from rooftile.kernels.gluon.gemm.codes import dequantised, fetch_codes
 from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
@@ -27,40 +27,55 @@ WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
 
 
 @gluon.constexpr_function
-def _product_layout(warps_k):
-    """Of sums [warps along k, rows of the weight, rows of x]."""
+def _product_layout(warps_k, warps_x, warps_y):
+    """Of sums [warps along k, rows of x, rows of y]."""
     return gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[warps_k, 1, 1], instr_shape=[1, 16, 8]
+        version=[2, 0], warps_per_cta=[warps_k, warps_x, warps_y], instr_shape=[1, 16, 8]
     )
 
 
 @gluon.constexpr_function
-def _load_layout(warps_k, unit, tile_k):
-    """Of x where 16 bytes cannot be read at a time: a warp reads along rows."""
+def _load_layout(operand, warps_k, others, unit, tile_k, warps):
+    """Of an operand of which 16 bytes cannot be read at a time: a warp reads along rows."""
     lanes = min(32, tile_k // unit)
-    return gl.BlockedLayout([1, unit, 1], [1, lanes, 32 // lanes], [warps_k, 1, 1], [1, 2, 0])
+    if operand == 0:
+        return gl.BlockedLayout(
+            [1, 1, unit], [1, 32 // lanes, lanes], [warps_k, others, 1], [2, 1, 0]
+        )
+    return gl.BlockedLayout([1, unit, 1], [1, lanes, 32 // lanes], [warps_k, 1, others], [1, 2, 0])
 
 
 @gluon.jit
-def _activations(
-    x, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr, warps_k: gl.constexpr,
-    unit: gl.constexpr, even: gl.constexpr, layout: gl.constexpr,
+def _operand(
+    matrix, stride, rows, row0, k, k0, tile: gl.constexpr, tile_k: gl.constexpr,
+    warps_k: gl.constexpr, unit: gl.constexpr, even: gl.constexpr, side: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Steps k0 .. along k of all warps: [warps_k, tile_k, tile].
+    """Steps k0 .. along k of all warps: [warps_k, tile, tile_k], or on side 1 [warps_k, tile_k, tile].
 
     Rows beyond the matrix repeat its last one; what becomes of them is not stored.
     """
-    warp = gl.arange(0, warps_k, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    step = gl.arange(0, tile_k, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    row = gl.arange(0, tile, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    if side == 0:
+        warp = gl.arange(0, warps_k, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        row = gl.arange(0, tile, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        step = gl.arange(0, tile_k, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        row = gl.expand_dims(gl.expand_dims(row, 0), 2)
+        step = gl.expand_dims(gl.expand_dims(step, 0), 1)
+    else:
+        warp = gl.arange(0, warps_k, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        step = gl.arange(0, tile_k, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        row = gl.arange(0, tile, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        row = gl.expand_dims(gl.expand_dims(row, 0), 1)
+        step = gl.expand_dims(gl.expand_dims(step, 0), 2)
     warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
-    step = gl.expand_dims(gl.expand_dims(step, 0), 2)
-    row = gl.expand_dims(gl.expand_dims(row, 0), 1)
     wide_row = gl.minimum(row0 + row, rows - 1).to(gl.int64)
     at = k0 + warp * tile_k + step
-    bytes: gl.constexpr = unit * x.dtype.element_ty.itemsize
-    pointers = x + wide_row * stride + at
-    pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, bytes, 1]), [1, unit, 1])
+    bytes: gl.constexpr = unit * matrix.dtype.element_ty.itemsize
+    pointers = matrix + wide_row * stride + at
+    if side == 0:
+        pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 1, bytes]), [1, 1, unit])
+    else:
+        pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, bytes, 1]), [1, unit, 1])
     if even:
         return gl.load(pointers)
     else:
@@ -70,92 +85,115 @@ def _activations(
 
 @gluon.jit(
     do_not_specialize=[
-        *("words", "x", "out", "bias", "residual", "scales", "stride", "x_stride", "n", "m", "k"),
-        *("tiles", "all_tiles", "out_stride", "residual_stride"),
+        *("x", "y", "out", "bias", "residual", "scales", "x_stride", "y_stride", "x_rows", "y_rows"),
+        *("k", "tiles_x", "out_stride", "residual_stride"),
     ]
-)
+)  # fmt: skip
 def direct_kernel(
-    words,  # pointer to int32, [n, stride]: see codes.py
-    x,  # pointer to bfloat16, [m, k]
-    out,  # pointer, [m, n]
-    bias,  # pointer, [n]
-    residual,  # pointer, [m, n]
-    scales,  # pointer to bfloat16, [n, stride / 4]
-    stride,
+    x,  # pointer, [x_rows, k]; int32 words of int4 codes: see codes.py
+    y,  # pointer, [y_rows, k]
+    out,  # pointer, [x_rows, y_rows], or [y_rows, x_rows] if transposed
+    bias,  # pointer, one for each column of out
+    residual,  # pointer, as out
+    scales,  # pointer, of codes
     x_stride,
-    n,
-    m,
+    y_stride,
+    x_rows,
+    y_rows,
     k,
-    tiles,  # of the weight's rows
-    all_tiles,  # of the result
+    tiles_x,
     out_stride,
     residual_stride,
-    tile: gl.constexpr,  # rows of the weight
-    rows: gl.constexpr,  # of x
+    tile_x: gl.constexpr,
+    tile_y: gl.constexpr,
     tile_k: gl.constexpr,  # of a warp at a time
     warps_k: gl.constexpr,
-    unit: gl.constexpr,  # elements of a row of x that can be read at a time
+    warps_x: gl.constexpr,
+    warps_y: gl.constexpr,
+    x_unit: gl.constexpr,  # elements that can be read at a time
+    y_unit: gl.constexpr,
+    out_unit: gl.constexpr,
     even: gl.constexpr,  # k is a multiple of warps_k tile_k
+    codes: gl.constexpr,
+    transposed: gl.constexpr,
     activation: gl.constexpr,
     has_bias: gl.constexpr,
     has_residual: gl.constexpr,
-    in_turn: gl.constexpr,  # there are more tiles than CTAs
-    ahead: gl.constexpr,  # weights are at rest: kernels/weights_at_rest.py
+    early: gl.constexpr,  # codes are fetched a step before they are multiplied
+    ahead: gl.constexpr,  # the first of them before the kernels before have ended
 ):
-    """Launched with warps_k warps."""
-    sums: gl.constexpr = _product_layout(warps_k)
+    """A CTA: one tile. Launched with warps_k warps_x warps_y warps."""
+    sums: gl.constexpr = _product_layout(warps_k, warps_x, warps_y)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums, k_width=WIDTH)
-    layout: gl.constexpr = right if unit == WIDTH else _load_layout(warps_k, unit, tile_k)
-    of: gl.constexpr = gl.SliceLayout(0, sums)
-    step: gl.constexpr = warps_k * tile_k
-    this = gl.program_id(0)
+    warps: gl.constexpr = warps_k * warps_x * warps_y
+    x_layout: gl.constexpr = (
+        left
+        if x_unit == WIDTH
+        else _load_layout(0, warps_k, warps_x * warps_y, x_unit, tile_k, warps)
+    )
+    y_layout: gl.constexpr = (
+        right
+        if y_unit == WIDTH
+        else _load_layout(1, warps_k, warps_x * warps_y, y_unit, tile_k, warps)
+    )
+    tile = gl.program_id(0)
+    tile_of_y = tile // tiles_x
+    x0 = (tile - tile_of_y * tiles_x) * tile_x
+    y0 = tile_of_y * tile_y
     let_dependents_start()
     if not ahead:
         await_kernels_before()
-    row0 = (this - this // tiles * tiles) * tile
-    word_row, scale_row = code_rows(stride, n, row0, tile, tile_k, warps_k)
-    word, scale = fetch_codes(words, scales, word_row, scale_row, k, 0, tile, tile_k, warps_k)
+    acc = gl.zeros([warps_k, tile_x, tile_y], gl.float32, sums)
+    if codes and early:
+        word, scale = fetch_codes(x, scales, x_stride, x_rows, x0, k, 0, tile_x, tile_k, warps_k)
     if ahead:
         await_kernels_before()
-    while this < all_tiles:
-        x0 = this // tiles * rows
-        following = this + gl.num_programs(0)
-        # Beyond the last tile come the weight's last rows, for nobody.
-        row_after = (following - following // tiles * tiles) * tile
-        if in_turn:
-            word_after, scale_after = code_rows(stride, n, row_after, tile, tile_k, warps_k)
-        acc = gl.zeros([warps_k, tile, rows], gl.float32, sums)
-        for k0 in range(0, k, step):
-            b = _activations(x, x_stride, m, x0, k, k0, rows, tile_k, warps_k, unit, even, layout)
-            k_after = k0 + step
-            word_from = word_row
-            scale_from = scale_row
-            if in_turn:
-                ends = k_after >= k
-                k_after = gl.where(ends, 0, k_after)
-                word_from = gl.where(ends, word_after, word_row)
-                scale_from = gl.where(ends, scale_after, scale_row)
-            next_word, next_scale = fetch_codes(
-                words, scales, word_from, scale_from, k, k_after, tile, tile_k, warps_k
+    for k0 in range(0, k, warps_k * tile_k):
+        if codes and not early:
+            word, scale = fetch_codes(
+                x, scales, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k
             )
-            acc = mma_v2(dequantised(word, scale, left), gl.convert_layout(b, right), acc)
-            word = next_word
-            scale = next_scale
-        total = gl.sum(acc, 0)
-        j = gl.expand_dims(row0 + gl.arange(0, tile, gl.SliceLayout(1, of)), 1)
-        i = gl.expand_dims(x0 + gl.arange(0, rows, gl.SliceLayout(0, of)), 0)
+        b = _operand(
+            y, y_stride, y_rows, y0, k, k0, tile_y, tile_k, warps_k, y_unit, even, 1, y_layout
+        )
+        if codes:
+            following = k0 + warps_k * tile_k
+            if early:
+                next_word, next_scale = fetch_codes(
+                    x, scales, x_stride, x_rows, x0, k, following, tile_x, tile_k, warps_k
+                )
+            a = dequantised(word, scale, left)
+            if early:
+                word = next_word
+                scale = next_scale
+        else:
+            a = _operand(
+                x, x_stride, x_rows, x0, k, k0, tile_x, tile_k, warps_k, x_unit, even, 0, x_layout
+            )
+        acc = mma_v2(gl.convert_layout(a, left), gl.convert_layout(b, right), acc)
+    total = gl.sum(acc, 0)
+    of: gl.constexpr = gl.SliceLayout(0, sums)
+    row = gl.expand_dims(x0 + gl.arange(0, tile_x, gl.SliceLayout(1, of)), 1)
+    column = gl.expand_dims(y0 + gl.arange(0, tile_y, gl.SliceLayout(0, of)), 0)
+    inside = (row < x_rows) & (column < y_rows // out_unit * out_unit)
+    if transposed:
         if has_bias:
-            total += gl.load(bias + j, mask=j < n, other=0.0).to(gl.float32)
-        total = activate(total, activation)
-        inside = (j < n) & (i < m)
-        wide = i.to(gl.int64)
-        if has_residual:
-            at = residual + wide * residual_stride + j
-            total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
-        gl.store(out + wide * out_stride + j, total.to(out.dtype.element_ty), mask=inside)
-        this = following
-        row0 = row_after
-        if in_turn:
-            word_row = word_after
-            scale_row = scale_after
+            total += gl.load(bias + row, mask=row < x_rows, other=0.0).to(gl.float32)
+        wide_column = column.to(gl.int64)
+        at = wide_column * out_stride + row
+        residual_at = wide_column * residual_stride + row
+    else:
+        if has_bias:
+            total += gl.load(bias + column, mask=column < y_rows, other=0.0).to(gl.float32)
+        wide_row = row.to(gl.int64)
+        at = wide_row * out_stride + column
+        residual_at = wide_row * residual_stride + column
+    total = activate(total, activation)
+    if has_residual:
+        total += gl.load(residual + residual_at, mask=inside, other=0.0).to(gl.float32)
+    pointers = out + at
+    if not transposed:
+        bytes: gl.constexpr = out_unit * out.dtype.element_ty.itemsize
+        pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, bytes]), [1, out_unit])
+    gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""From the operator's arguments to a launch of the kernel for int4 weights."""
+"""From the operator's arguments to a launch of the kernel that keeps operands in registers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from torch import Tensor
 
 from rooftile.kernels.gluon.gemm.direct import direct_kernel
 from rooftile.kernels.gluon.gemm.direct_plan import DirectPlan
-from rooftile.kernels.gluon.gemm.tile_plan import row_unit
+from rooftile.kernels.gluon.gemm.tile_plan import UNIT, row_unit
 from rooftile.kernels.gluon.launch import Launch
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
 
 def matmul(
-    a: Tensor,  # [m, k] bfloat16, k contiguous
-    words: Tensor,  # [n, words of a row], int32
-    scales: Tensor,  # [n, groups of a row], bfloat16
+    a: Tensor,  # [m, k], k contiguous
+    b: Tensor,  # [n, k], k contiguous; or words of int4 codes, int32
+    scales: Tensor | None,  # of codes
     bias: Tensor | None,
     residual: Tensor | None,
     activation: str,
     out_dtype: torch.dtype,
     plan: DirectPlan,
 ) -> Tensor:  # [m, n]
-    out = a.new_empty((a.shape[0], words.shape[0]), dtype=out_dtype)
+    (m, k), n = a.shape, b.shape[0]
+    out = a.new_empty((m, n), dtype=out_dtype)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    x, y = (b, a) if plan.transposed else (a, b)
+    codes = b.dtype == torch.int32
     launch = _launch(
         plan,
         a.device,
-        tuple(None if t is None else t.dtype for t in (out, bias, residual)),
-        (a.shape[0], words.shape[0], a.shape[1]),
-        (words.stride(0), a.stride(0), 0 if residual is None else residual.stride(0)),
-        row_unit(a),
+        tuple(None if t is None else t.dtype for t in (a, b, out, bias, residual)),
+        (x.shape[0], y.shape[0], k),
+        (x.stride(0), y.stride(0), out.stride(0), 0 if residual is None else residual.stride(0)),
+        (UNIT if codes else row_unit(x), row_unit(y), row_unit(out)),
         activation,
-        are_weights_at_rest(),
+        codes and plan.early and are_weights_at_rest(),
     )
     pointers = (
-        *(words, a, out, out if bias is None else bias.contiguous()),
-        *(out if residual is None else residual, scales),
+        *(x, y, out, out if bias is None else bias.contiguous()),
+        *(out if residual is None else residual, out if scales is None else scales),
     )
     launch((), pointers)
     return out
@@ -49,38 +52,45 @@ def matmul(
 def _launch(
     plan: DirectPlan,
     device: torch.device,
-    dtypes: tuple[torch.dtype | None, ...],  # of out, bias, residual
-    sizes: tuple[int, int, int],
-    strides: tuple[int, int, int],  # of words, a, residual
-    unit: int,
+    dtypes: tuple[torch.dtype | None, ...],  # of a, b, out, bias, residual
+    sizes: tuple[int, int, int],  # rows of x and y, k
+    strides: tuple[int, int, int, int],  # of x, y, out, residual
+    units: tuple[int, int, int],
     activation: str,
-    at_rest: bool,
+    ahead: bool,
 ) -> Launch:
-    m, n, k = sizes
-    stride, a_stride, residual_stride = strides
-    tiles = -(-n // plan.tile)
-    all_tiles = tiles * -(-m // plan.rows)
-    turns = -(-all_tiles // plan.most_ctas)
+    x_rows, y_rows, k = sizes
+    tiles_x = -(-x_rows // plan.tile_x)
+    codes = dtypes[1] == torch.int32
+    x_unit, y_unit, out_unit = units
+    constants = (
+        ("tile_x", plan.tile_x),
+        ("tile_y", plan.tile_y),
+        ("tile_k", plan.tile_k),
+        ("warps_k", plan.warps_k),
+        ("warps_x", plan.warps_x),
+        ("warps_y", plan.warps_y),
+        ("x_unit", x_unit),
+        ("y_unit", y_unit),
+        ("out_unit", 1 if plan.transposed else min(out_unit, 2)),
+        ("even", k % (plan.warps_k * plan.tile_k) == 0),
+        ("codes", codes),
+        ("transposed", plan.transposed),
+        ("activation", activation),
+        ("has_bias", dtypes[3] is not None),
+        ("has_residual", dtypes[4] is not None),
+        ("early", plan.early),
+        ("ahead", ahead),
+    )
+    x_stride, y_stride, out_stride, residual_stride = strides
     return Launch(
         direct_kernel,
-        -(-all_tiles // turns),
+        tiles_x * -(-y_rows // plan.tile_y),
         device,
         dtypes,
         (),
-        (stride, a_stride, n, m, k, tiles, all_tiles, n, residual_stride),
-        (
-            ("tile", plan.tile),
-            ("rows", plan.rows),
-            ("tile_k", plan.tile_k),
-            ("warps_k", plan.warps),
-            ("unit", unit),
-            ("even", k % (plan.warps * plan.tile_k) == 0),
-            ("activation", activation),
-            ("has_bias", dtypes[1] is not None),
-            ("has_residual", dtypes[2] is not None),
-            ("in_turn", turns > 1),
-            ("ahead", at_rest),
-        ),
+        (x_stride, y_stride, x_rows, y_rows, k, tiles_x, out_stride, residual_stride),
+        constants,
         warps=plan.warps,
         dependent=True,
     )
