@@ -122,8 +122,9 @@ QUANTISED = {
 # Most rows of a query tile where requests share prefixes, us with tiles of 64 rows and two CTAs an SM beside
 # 128 rows and one: 64 requests, 1k shared, 256 own 40.7 48.4; 256, 2k, 128 82.7 91.4; 32, 8k, 256 42.0 45.3.
 SHARED_ROWS = 64
-# Clocks of an item beyond its tiles in that case, 500, 1500, 3000: 64 requests, 8k shared, 256 own 59.6 61.9 54.4.
-SHARED_ITEM_COST = 3000
+# Clocks of an item beyond its tiles in that case, 2500, 2750, 2870, 3000, 3250: 64 requests, 8k shared, 256 own 43.1
+# 41.3 42.9 43.6 43.8, 256, 2k, 128 62.1 61.6 63.3 62.6 62.8.
+SHARED_ITEM_COST = 2750
 
 
 def config_of(
