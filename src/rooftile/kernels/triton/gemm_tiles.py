@@ -22,54 +22,44 @@ from rooftile.kernels.triton.gemm import activate
 from rooftile.kernels.triton.pointwise import early, overlap
 
 
-@triton.jit
-def _halves(at, odd, inside, pair, k):
-    """Elements 2 pair and 2 pair + 1 along k of rows that begin anywhere, from two words of four bytes.
-
-    at: the word that holds element 0. odd: element 0 is the word's second half. What lies beyond k is 0,
-    and a word is loaded only if it holds an element of the row.
-    """
-    word = tl.load(at, mask=inside & (2 * pair < k), other=0)
-    after = tl.load(at + 1, mask=inside & (2 * pair + 1 < k) & (odd > 0), other=0)
-    low = tl.where(odd > 0, word >> 16, word)
-    high = tl.where(odd > 0, after, word >> 16)
-    return low.to(tl.int16), tl.where(2 * pair + 1 < k, high, 0).to(tl.int16)
-
-
-@triton.jit
-def _sum_of_words(
-    a, b, rows, columns, m, n, k, a_stride, b_stride, a_begin, b_begin, block_m: tl.constexpr,
-    block_n: tl.constexpr, block_k: tl.constexpr,
-):  # fmt: skip
-    """Of a tile whose rows begin at any element, four bytes at a time."""
-    dtype: tl.constexpr = a.dtype.element_ty
-    pairs = tl.arange(0, block_k // 2)
-    a_first = (a_begin + rows.to(tl.int64) * a_stride)[:, None]
-    b_first = (b_begin + columns.to(tl.int64) * b_stride)[None, :]
-    a_words = a.to(tl.pointer_type(tl.int32), bitcast=True) + (a_first >> 1)
-    b_words = b.to(tl.pointer_type(tl.int32), bitcast=True) + (b_first >> 1)
-    a_odd = (a_first & 1).to(tl.int32)
-    b_odd = (b_first & 1).to(tl.int32)
-    a_rows = (rows < m)[:, None]
-    b_rows = (columns < n)[None, :]
-    acc = tl.zeros([block_m, block_n], tl.float32)
-    # The order along k does not matter to a sum: even elements, then odd ones.
-    for start in tl.range(0, k, block_k):
-        pair = start // 2 + pairs
-        x_low, x_high = _halves(a_words + pair[None, :], a_odd, a_rows, pair[None, :], k)
-        y_low, y_high = _halves(b_words + pair[:, None], b_odd, b_rows, pair[:, None], k)
-        acc = tl.dot(x_low.to(dtype, bitcast=True), y_low.to(dtype, bitcast=True), acc)
-        acc = tl.dot(x_high.to(dtype, bitcast=True), y_high.to(dtype, bitcast=True), acc)
-    return acc
-
-
-@triton.jit
-def _sum_of_pieces(
-    a, b, rows, columns, m, n, k, a_stride, b_stride, block_m: tl.constexpr,
-    block_n: tl.constexpr, block_k: tl.constexpr, a_unit: tl.constexpr, b_unit: tl.constexpr,
-    even: tl.constexpr,
-):  # fmt: skip
-    """Of a tile, a_unit and b_unit elements at a time."""
+@triton.jit(
+    do_not_specialize=[
+        *("a", "b", "out", "bias", "residual", "m", "n", "k", "a_stride", "b_stride", "out_stride"),
+        *("residual_stride", "tiles_n"),
+    ]
+)
+def tiles_kernel(
+    a,  # [m, k]
+    b,  # [n, k]
+    out,  # [m, n]
+    bias,  # [n]
+    residual,  # [m, n]
+    m,
+    n,
+    k,
+    a_stride,
+    b_stride,
+    out_stride,
+    residual_stride,
+    tiles_n,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    a_unit: tl.constexpr,  # elements that can be loaded at a time
+    b_unit: tl.constexpr,
+    out_unit: tl.constexpr,
+    even: tl.constexpr,  # k is a multiple of block_k
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
+    overlapped: tl.constexpr,
+):
+    """Program: one tile."""
+    early(overlapped)
+    tile = tl.program_id(0)
+    tile_m = tile // tiles_n
+    rows = tile_m * block_m + tl.arange(0, block_m)
+    columns = (tile - tile_m * tiles_n) * block_n + tl.arange(0, block_n)
     steps = tl.arange(0, block_k)
     a += rows.to(tl.int64)[:, None] * a_stride + steps[None, :]
     b += columns.to(tl.int64)[None, :] * b_stride + steps[:, None]
@@ -90,60 +80,6 @@ def _sum_of_pieces(
             x = tl.load(a_at, mask=a_rows & ((start + steps)[None, :] < a_end), other=0.0)
             y = tl.load(b_at, mask=b_rows & ((start + steps)[:, None] < b_end), other=0.0)
         acc = tl.dot(x, y, acc)
-    return acc
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("a", "b", "out", "bias", "residual", "m", "n", "k", "a_stride", "b_stride", "out_stride"),
-        *("residual_stride", "tiles_n", "a_begin", "b_begin"),
-    ]
-)
-def tiles_kernel(
-    a,  # [m, k]
-    b,  # [n, k]
-    out,  # [m, n]
-    bias,  # [n]
-    residual,  # [m, n]
-    m,
-    n,
-    k,
-    a_stride,
-    b_stride,
-    out_stride,
-    residual_stride,
-    tiles_n,
-    a_begin,  # elements from a multiple of four bytes to the first, where `words`
-    b_begin,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    a_unit: tl.constexpr,  # elements that can be loaded at a time
-    b_unit: tl.constexpr,
-    out_unit: tl.constexpr,
-    even: tl.constexpr,  # k is a multiple of block_k
-    words: tl.constexpr,  # rows begin at any element: four bytes are loaded at a time all the same
-    activation: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
-    overlapped: tl.constexpr,
-):
-    """Program: one tile."""
-    early(overlapped)
-    tile = tl.program_id(0)
-    tile_m = tile // tiles_n
-    rows = tile_m * block_m + tl.arange(0, block_m)
-    columns = (tile - tile_m * tiles_n) * block_n + tl.arange(0, block_n)
-    if words:
-        acc = _sum_of_words(
-            a, b, rows, columns, m, n, k, a_stride, b_stride, a_begin, b_begin, block_m, block_n,
-            block_k,
-        )  # fmt: skip
-    else:
-        acc = _sum_of_pieces(
-            a, b, rows, columns, m, n, k, a_stride, b_stride, block_m, block_n, block_k, a_unit,
-            b_unit, even,
-        )  # fmt: skip
     if has_bias:
         acc += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
     acc = activate(acc, activation)
@@ -171,26 +107,16 @@ def matmul(
     out = a.new_empty((m, n), dtype=out_dtype)
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    units = (row_unit(a), row_unit(b), gcd(n, UNIT))
-    # Not of tensors whose memory begins at an odd element.
-    words = min(units[:2]) == 1 and all(x.storage_offset() or x.data_ptr() % 4 == 0 for x in (a, b))
-    begins = tuple(x.data_ptr() // 2 % 2 if words else 0 for x in (a, b))
     launch = _launch(
         plan,
         a.device,
         tuple(None if x is None else x.dtype for x in (a, out, bias, residual)),
         (m, n, k),
         (a.stride(0), b.stride(0), n, 0 if residual is None else residual.stride(0)),
-        units,
-        (words, *begins),
+        (row_unit(a), row_unit(b), gcd(n, UNIT)),
         activation,
         overlap(a)["overlapped"],
     )
-    if words:  # from the multiple of four bytes before
-        a, b = (
-            x.as_strided((1,), (1,), x.storage_offset() - begin)
-            for x, begin in zip((a, b), begins, strict=True)
-        )
     pointers = (
         *(a, b, out, out if bias is None else bias.contiguous()),
         out if residual is None else residual,
@@ -207,7 +133,6 @@ def _launch(
     sizes: tuple[int, int, int],
     strides: tuple[int, int, int, int],  # of a, b, out, residual
     units: tuple[int, int, int],  # of a, b, out
-    words: tuple[bool, int, int],  # whether; where a and b begin
     activation: str,
     overlapped: bool,
 ) -> Launch:
@@ -221,7 +146,6 @@ def _launch(
         ("b_unit", units[1]),
         ("out_unit", units[2] if units[2] == UNIT else min(units[2], 2)),
         ("even", k % plan.block_k == 0),
-        ("words", words[0]),
         ("activation", activation),
         ("has_bias", dtypes[2] is not None),
         ("has_residual", dtypes[3] is not None),
@@ -233,7 +157,7 @@ def _launch(
         device,
         dtypes,
         (),
-        (*sizes, *strides, tiles_n, *words[1:]),
+        (*sizes, *strides, tiles_n),
         constants,
         warps=plan.warps,
         dependent=overlapped,
