@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.kernels.gluon.attention import config
 from rooftile.ops.attention import attention, attention_varlen
 from tests.ops.test_attention_gpu import assert_close, random
 
@@ -20,6 +23,14 @@ LENGTHS = st.sampled_from(
     [(100, 5000), (257, 3000), (512, 4000), (1000, 1000), (1500, 1500), (1100, 2500), (2100, 1300)]
 )
 HEADS = st.sampled_from([(1, 1), (4, 4), (6, 2), (12, 3), (9, 9)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_tiles_are_cut() -> Iterator[None]:
+    """Off by default, see config.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "CUT_BELOW", 0.9)
+        yield
 
 
 def call(
