@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.kernels.gluon.attention import config
 from rooftile.ops.attention import attention, attention_varlen
 from tests.ops.test_attention_gpu import assert_close, random
 
@@ -28,6 +27,8 @@ HEADS = st.sampled_from([(1, 1), (4, 4), (6, 2), (12, 3), (9, 9)])
 @pytest.fixture(scope="module", autouse=True)
 def few_tiles_are_cut() -> Iterator[None]:
     """Off by default, see config.py."""
+    from rooftile.kernels.gluon.attention import config  # which needs Triton
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "CUT_BELOW", 0.9)
         yield
