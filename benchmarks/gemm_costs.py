@@ -49,11 +49,12 @@ from rooftile.planning.stream_k_cost import (
 SMS = H200.units
 MACHINE = (
     *("launch", "start", "bandwidth", "sharpness", "streamed", "apart"),
-    *("exchange", "exchange_bandwidth"),
+    *("exchange", "exchange_bandwidth", "passing_bandwidth"),
 )
 COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
 VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
 TILES = " tiles"
+PASSING = " +"
 GUESSES = {
     8: (4.0, 700.0, 4.0, 3.4, 0.05, 0.1, 1.5),
     2: (9.0, 160.0, 9.0, 1.0, 0.1, 0.01, 4.0),
@@ -64,11 +65,12 @@ NEAR = 1.5  # plans slower than this times the best count less: none of them wil
 
 @dataclass(frozen=True)
 class Measured:
-    case: str
+    case: str  # with the run that it was measured in
     plan: Decomposition
     us: float
     bytes: float
     broken: float  # share of the operands' rows that do not begin on cache lines
+    passing: bool  # operands were the first to leave the L2 cache
 
 
 def decomposition(product: Product, name: str) -> Decomposition:
@@ -106,7 +108,7 @@ def predicted(x: Sequence[float], row: Measured) -> float:
         computing += apart + 1e6 * (2 * parts / APART_BANDWIDTH + rounds * APART_ROUND)
     else:
         computing += (publish if others else 0) + fixup * others
-    reading = start + row.bytes / bandwidth / 1e6
+    reading = start + row.bytes / (exchange[2] if row.passing else bandwidth) / 1e6
     return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
 
 
@@ -165,13 +167,15 @@ def main(file: Path) -> None:
         moved = linear_work(product.m, product.k, product.n).bytes
         for name, us in record["plans"].items():
             if not name.endswith(TILES):
-                plan = decomposition(product, name)
+                plan = decomposition(product, name.removesuffix(PASSING))
                 if (
                     plan.scheme == "stream-k"
                     and (product.m + product.n) * product.k > MOST_STREAMED
                 ):
                     continue
-                rows.append(Measured(record["case"], plan, us, moved, broken_share(2 * product.k)))
+                case = f"{record['run']} {record['case']}"
+                broken, passing = broken_share(2 * product.k), name.endswith(PASSING)
+                rows.append(Measured(case, plan, us, moved, broken, passing))
     best: dict[str, float] = {}
     for row in rows:
         best[row.case] = min(best.get(row.case, math.inf), row.us)
@@ -182,7 +186,7 @@ def main(file: Path) -> None:
             for row in rows
         ]
 
-    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0, 1.0, 0.06]
+    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0, 1.0, 0.06, 4.5]
     for block_m, block_n, *ctas in SHAPES:
         size = block_m * block_n / (128 * 256) / (ctas or [1])[0]
         guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
@@ -208,6 +212,7 @@ def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, obj
             "broken_lines": 1.0,
             "bandwidth": 1e12,
             "exchange_bandwidth": 1e12,
+            "passing_bandwidth": 1e12,
             "flops": 1e12,
         }
         pairs = zip(names, values, strict=False)

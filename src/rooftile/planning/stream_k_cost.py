@@ -186,10 +186,12 @@ def shape_of(tiling: Tiling) -> tuple[int, ...]:
 
 
 def clusters(num_sms: int, ctas: int) -> int:
-    """Clusters that run at one time: CTAs of one are neighbours, in groups of 16 or 18 SMs."""
+    """Clusters that run at one time: CTAs of one are neighbours, and not every SM finds three or seven
+    (32 clusters of four took two waves on 132 SMs).
+    """
     if ctas <= 2:
         return num_sms // ctas
-    return max(round(num_sms / 16.5) * (16 // ctas), 1)
+    return max(num_sms * 3 // (4 * ctas), 1)
 
 
 def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:

@@ -133,6 +133,6 @@ def choose_plan(
     best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken, plain)
     found = best.decomposition
     config = by_tiling[found.tiling]
-    if plain and is_passing(found, itemsize):
+    if plain and config.can_pass and is_passing(found, itemsize):
         config = config.passing_on
     return plan_of(config, found, best.seconds)
