@@ -187,7 +187,7 @@ def shape_of(tiling: Tiling) -> tuple[int, ...]:
 
 def clusters(num_sms: int, ctas: int) -> int:
     """Clusters that run at one time: CTAs of one are neighbours, and not every SM finds three or seven
-    (32 clusters of four took two waves on 132 SMs).
+    (32 clusters of four took as long as two waves would on 132 SMs; their places were not counted).
     """
     if ctas <= 2:
         return num_sms // ctas
