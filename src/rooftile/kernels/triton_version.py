@@ -50,9 +50,7 @@ tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 tma_store_wait = tma.store_wait
 
 
-def relaunch(
-    compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1
-) -> None:
+def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1) -> None:
     """Launches what an earlier `kernel[grid](...)` returned, with all its arguments in order."""
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())

@@ -175,7 +175,9 @@ class ClusterRing:
         a = self.tiles + self.a_at + at.stage * a_bytes
         b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // self.sharers)
         gl.inline_asm_elementwise(
-            _load_asm(self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers, self.passing),
+            _load_asm(
+                self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers, self.passing
+            ),
             "=r,r,r,r,r,r,r,r",
             [full, a, b, k0, row, column + rank * half, all_of_them],
             dtype=gl.int32,
