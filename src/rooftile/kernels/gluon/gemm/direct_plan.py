@@ -1,4 +1,4 @@
-"""Tiles of a product whose operands go straight to registers."""
+"""Tiles of a product with int4 weights, whose operands go straight to registers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ from dataclasses import dataclass
 class DirectPlan:
     """How it is run. Measurements: docs/performance.md.
 
-    x and y are the weight and the activations if `transposed`, else a and b; `warps_k` warps share k,
-    each of which takes `tile_k` of it at a time; `warps_x` and `warps_y` share the tile.
-    early: codes of int4 weights are fetched a step before they are multiplied.
-    seconds: that it is predicted to take.
+    x is the weight, y the activations; `warps_k` warps share k, each of which takes `tile_k` of it at a
+    time. early: codes are fetched a step before they are multiplied.
     """
 
     tile_x: int
     tile_y: int
     tile_k: int
     warps_k: int
-    warps_x: int = 1
-    warps_y: int = 1
-    transposed: bool = False
     early: bool = False
-    seconds: float = 0.0
-
-    @property
-    def warps(self) -> int:
-        return self.warps_k * self.warps_x * self.warps_y
 
 
 _EARLY_TILES = 2 * 132  # two for every multiprocessor of an H200
@@ -40,5 +30,5 @@ def plan_of_codes(m: int, n: int) -> DirectPlan:
     # Tiles that all run at one time have their codes fetched early; more of them, with the fewer
     # registers of those that do not, hide each other's waiting.
     if tiles <= _EARLY_TILES:
-        return DirectPlan(16, tile_y, 256, 8, transposed=True, early=True)
-    return DirectPlan(16, tile_y, 256, 8 if tiles <= 2 * _EARLY_TILES else 4, transposed=True)
+        return DirectPlan(16, tile_y, 256, 8, early=True)
+    return DirectPlan(16, tile_y, 256, 8 if tiles <= 2 * _EARLY_TILES else 4)
