@@ -49,16 +49,26 @@ def test_lengths_compile_nothing_in_the_portable_kernel(directory: Path, ragged:
     assert first == len(built) == 1
 
 
-@pytest.mark.parametrize("ragged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ragged", "cut_below", "kernels"),
+    [
+        (False, 0.0, 1),
+        pytest.param(True, 0.0, 1, marks=pytest.mark.slow),
+        # Whole tiles too, which other lengths of the class need: see cut.py.
+        pytest.param(False, 0.9, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
-    directory: Path, ragged: bool
+    directory: Path, ragged: bool, cut_below: float, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gluon: Any = import_module("rooftile.kernels.gluon.attention")
+    monkeypatch.setattr(gluon.config, "CUT_BELOW", cut_below)
     long = [(m + 6000, n + 6000) for m, n in LENGTHS]
     with offline("sm_90a", directory) as built:
-        run("gluon", long[:1], ragged, False)  # few tiles: for whole ones too, see cut.py
+        run("gluon", long[:1], ragged, False)
         first = len(built)
         run("gluon", long, ragged, False)
-    assert first == 2
+    assert first == kernels
     assert all(one.found for one in built[first:]), "a length compiled a kernel"
 
 
