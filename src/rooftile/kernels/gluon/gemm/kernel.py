@@ -50,6 +50,17 @@ _UNSPECIALISED = [
 ]
 
 
+@gluon.jit
+def _multiply(
+    problem, shares, ring, out_desc, out_tiles, group: gl.constexpr, buffers: gl.constexpr
+):
+    """A consumer warpgroup of a kernel whose operands are loaded by a cluster, or pass."""
+    if problem.split > 1:
+        multiply_part(problem, shares, ring, out_desc, out_tiles, group, buffers)
+    else:
+        multiply_share(problem, shares, ring, out_desc, out_tiles, group, buffers)
+
+
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
 def matmul_kernel(
     a_desc,  # boxes [a_rows, block_k], or [block_k, block_m] where m is contiguous
@@ -196,32 +207,16 @@ def matmul_kernel(
     )
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if split > 1:
+    if split > 1 or sharers > 1 or passing:
         # All warps join the cluster, so there are as many as the launch has: no role of one warp.
         gl.warp_specialize(
             [
                 (
-                    multiply_part,
+                    _multiply,
                     (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
                 ),
                 (
-                    multiply_part,
-                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
-                ),
-                (load_operands_together, (problem, shares, ring)),
-            ],
-            [4, 4],
-            [consumer_registers, producer_registers],
-        )
-    elif sharers > 1 or passing:
-        gl.warp_specialize(
-            [
-                (
-                    multiply_share,
-                    (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
-                ),
-                (
-                    multiply_share,
+                    _multiply,
                     (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
                 ),
                 (load_operands_together, (problem, shares, ring)),
