@@ -18,6 +18,7 @@ from rooftile.kernels.gluon.tile.mma import (
 )
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.softmax import LN_2, LOG2_E, NO_MAXIMUM
+from rooftile.planning import key_shares
 
 # Words of an item; that of CTA c which comes first lies at place c.
 TILE = gl.constexpr(0)
@@ -28,7 +29,7 @@ FIRST_PART = gl.constexpr(4)  # of the tile, first keys first
 PARTS = gl.constexpr(5)
 CUT_TILE = gl.constexpr(6)  # the tile's number among those in parts
 FOLLOWING = gl.constexpr(7)  # place of the CTA's next item, the number of places: there is none
-WORDS = gl.constexpr(8)
+WORDS = gl.constexpr(key_shares.WORDS)
 
 
 @record

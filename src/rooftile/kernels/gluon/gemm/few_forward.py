@@ -9,14 +9,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.flags import discard_flags, flags
-from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan, padded_rows
+from rooftile.kernels.gluon.gemm.few_plan import BOX_K, FewRowsPlan, padded_rows
 from rooftile.kernels.gluon.gemm.few_rows import few_rows_kernel
 from rooftile.kernels.gluon.launch import Box, Launch
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.reference.gemm import is_gated
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 
-_BOX_K = 64
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -81,7 +80,7 @@ def _launch(
     columns = n // 2 if gated else n
 
     def described(count: int, stride: int, box_rows: int) -> Box:
-        box = (box_rows, _BOX_K)
+        box = (box_rows, BOX_K)
         shared = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
         # A dimension of size 1 is never stepped over, so any legal stride will do.
         return Box((count, k), (stride if count > 1 else 16 * k, 1), box, shared)
@@ -96,7 +95,7 @@ def _launch(
             described(m, a_stride, rows),
         ),
         (
-            *(m, columns, columns, residual_stride, -(-k // (_BOX_K * plan.pieces))),
+            *(m, columns, columns, residual_stride, -(-k // (BOX_K * plan.pieces))),
             *divisor_fields(plan.splits),
         ),
         (

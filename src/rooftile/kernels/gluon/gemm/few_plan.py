@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 MOST_ROWS = 64
 MOST_PORTABLE_ROWS = 4  # of kernels/triton/linear.py
-BOX_BYTES = 128  # along k
-_BOX_K = 64
+BOX_K = 64  # elements along k of a box: 128 bytes
 _SHARED_BYTES = 220 * 1024  # of one CTA
 _HALF = 112 * 1024  # of one of two CTAs on a multiprocessor
 _BARRIERS = 256
@@ -49,7 +48,7 @@ def padded_rows(m: int) -> int:
 
 
 def most_stages(tile: int, m: int, pieces: int, shared: int = _HALF) -> int:
-    return (shared - _BARRIERS) // (pieces * (tile + padded_rows(m)) * BOX_BYTES)
+    return (shared - _BARRIERS) // (pieces * (tile + padded_rows(m)) * 2 * BOX_K)
 
 
 def plan_of_few_rows(m: int, n: int, k: int, num_sms: int, gated: bool) -> FewRowsPlan | None:
@@ -70,10 +69,10 @@ def plan_of_few_rows(m: int, n: int, k: int, num_sms: int, gated: bool) -> FewRo
     else:
         tile, warps, shared = 256, 8, _SHARED_BYTES
     tiles = -(-n // tile)
-    splits = max(min(num_sms // tiles, _MOST_SPLITS, -(-k // (2 * _BOX_K))), 1)
+    splits = max(min(num_sms // tiles, _MOST_SPLITS, -(-k // (2 * BOX_K))), 1)
     # As much of a row at a time as may be, but three stages at least or all there is.
-    pieces = 4 if tile == 64 and (rows <= 16 or k <= splits * 12 * _BOX_K) else 2
-    steps = -(-k // (_BOX_K * pieces))
+    pieces = 4 if tile == 64 and (rows <= 16 or k <= splits * 12 * BOX_K) else 2
+    steps = -(-k // (BOX_K * pieces))
     splits = min(splits, steps)
     stages = max(min(most_stages(tile, m, pieces, shared), -(-steps // splits)), 2)
     if tile > 64:

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from rooftile.kernels.gluon.gemm import few_plan
 from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 from rooftile.kernels.gluon.tile.divisor import Divisor
@@ -25,7 +26,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import columns_of, multiply, rows_of, wait
 from rooftile.kernels.triton_version import tma_load
 
-BOX_K = gl.constexpr(64)  # elements along k of a box: 128 bytes
+BOX_K = gl.constexpr(few_plan.BOX_K)
 _REGISTERS = 64  # of a thread, for parts that are on their way
 
 
