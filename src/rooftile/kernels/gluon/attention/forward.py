@@ -29,7 +29,7 @@ from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
 from rooftile.kernels.gluon.attention.short.forward import bind_short
 from rooftile.kernels.gluon.attention.tile_list import NUM_FIELDS, list_tiles_kernel
 from rooftile.kernels.gluon.counter import address_of_counter, counter, counters
-from rooftile.kernels.gluon.launch import Launch, multiprocessors
+from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.gluon.tile.rows import (
     addressable,
     describe,
@@ -209,13 +209,7 @@ def bind_attention(
         num_tiles > places
     )
     section = min(heads * group_size, batch * num_heads)
-    boxes = (
-        describe(q, 64, box_columns(config.dim, k_dim)),
-        describe(k, config.block, box_columns(config.dim, k_dim)),
-        describe(v, config.block, box_columns(config.dim, v_dim)),
-        describe(q.new_empty(batch, q_len, num_heads, v_dim), 64, config.dim),
-        *(describe(x, AGAIN_ROWS, config.dim) for x in (k, v) if config.anchored),
-    )
+    boxes = _boxes(describe, config, q, k, v)
 
     def launch_of(ctas: int, num_items: int, section: int, dynamic: bool, split: bool) -> Launch:
         return Launch(
@@ -392,13 +386,7 @@ def bind_attention_varlen(
             (batch, tokens),
             (("tile_rows", config.tile_rows),),
         )
-    boxes = (
-        describe_ragged(q, 64, box_columns(config.dim, k_dim)),
-        describe_ragged(k, config.block, box_columns(config.dim, k_dim)),
-        describe_ragged(v, config.block, box_columns(config.dim, v_dim)),
-        describe_ragged(q.new_empty(tokens, num_heads, v_dim), 64, config.dim),
-        *(describe_ragged(x, AGAIN_ROWS, config.dim) for x in (k, v) if config.anchored),
-    )
+    boxes = _boxes(describe_ragged, config, q, k, v)
 
     def launch_of(ctas: int, num_items: int, dynamic: bool, split: bool) -> Launch:
         return Launch(
@@ -560,6 +548,20 @@ def _templates(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
     shape = q.shape[:-1]
     one = q.new_empty(1, dtype=torch.float32)
     return one.to(q.dtype).expand(*shape, v_dim), one.expand(shape)
+
+
+def _boxes(
+    described: Callable[[Tensor, int, int], Box], config: Config, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Box, ...]:
+    """Of q, k, v and the output, and of k and v in a second pass."""
+    dim, k_dim, v_dim = config.dim, k.shape[-1], v.shape[-1]
+    return (
+        described(q, 64, box_columns(dim, k_dim)),
+        described(k, config.block, box_columns(dim, k_dim)),
+        described(v, config.block, box_columns(dim, v_dim)),
+        described(q.new_empty(*q.shape[:-1], v_dim), 64, dim),
+        *(described(x, AGAIN_ROWS, dim) for x in (k, v) if config.anchored),
+    )
 
 
 def _numbers(
