@@ -63,8 +63,11 @@ def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
 ) -> None:
     gluon: Any = import_module("rooftile.kernels.gluon.attention")
     monkeypatch.setattr(gluon.config, "CUT_BELOW", cut_below)
-    monkeypatch.setattr(gluon.forward, "_dense", {})  # kinds of calls that were cut otherwise
+    # What another test of this process called and built.
+    monkeypatch.setattr(gluon.forward, "_dense", {})
     monkeypatch.setattr(gluon.forward, "_ragged", {})
+    monkeypatch.setattr(import_module("rooftile.kernels.gluon.launch"), "_compiled", {})
+    gluon.kernel.attention_kernel.device_caches.clear()
     long = [(m + 6000, n + 6000) for m, n in LENGTHS]
     with offline("sm_90a", directory) as built:
         run("gluon", long[:1], ragged, False)
