@@ -300,9 +300,7 @@ def test_a_child_that_dies_is_an_engine_that_died(model_path: str) -> None:
     async def main() -> None:
         engine = AsyncLLM(model_path, engine="process", **OPTIONS)
         task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
-        await asyncio.sleep(
-            0
-        )  # the request is on its way; its text would take longer than the kill
+        await asyncio.sleep(0)  # the request is on its way: its text takes longer than the kill
         assert isinstance(engine._engine, EngineProcess)
         os.kill(engine._engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):

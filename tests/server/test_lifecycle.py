@@ -82,10 +82,12 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_crash_of_the_engine(make_server: Make, kind: str) -> None:
     server = make_server(kind)
+    engine = server.llm._engine
     with server.http() as http, ThreadPoolExecutor() as pool:
 
         def stream() -> str:
-            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            body = {**LONG, "n": 200, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
                 for line in response.iter_lines():
                     started.set()
                     if '"error"' in line:
@@ -96,17 +98,27 @@ def test_a_crash_of_the_engine(make_server: Make, kind: str) -> None:
             slow_down(server)
         started = threading.Event()
         streaming = pool.submit(stream)
-        whole = [pool.submit(http.post, "/v1/completions", json={**LONG, "n": 200}) for _ in "ab"]
         assert started.wait(20)
-        engine = server.llm._engine
+        # From here on the engine stands still: no request can be answered before the crash.
+        go_on = threading.Event()
         if isinstance(engine, EngineProcess):
-            os.kill(engine.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGSTOP)
         else:
 
             def broken() -> None:
+                go_on.wait(20)
                 raise MemoryError("secret detail of the engine")
 
-            engine._core.step = broken  # type: ignore[assignment]
+            engine._core.step = broken  # type: ignore[union-attr, assignment]
+        whole = [pool.submit(http.post, "/v1/completions", json=LONG) for _ in "ab"]
+        for _ in range(400):
+            if server.server.service._open_sequences == 202:
+                break
+            time.sleep(0.05)
+        assert server.server.service._open_sequences == 202
+        if isinstance(engine, EngineProcess):
+            os.kill(engine.pid, signal.SIGKILL)
+        go_on.set()
         assert '"code":"engine_dead"' in streaming.result(20)
         for future in whole:
             answer = future.result(20)
