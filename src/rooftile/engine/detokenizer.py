@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Sequence, Set
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no whole character (yet)
 LONGEST_GARBAGE = (
     64  # tokens in a row that end in no whole character; then they are shown as they are
 )
+CONTEXT_TOKENS = 6
+MOST_PENDING = 3  # bytes that a character may still lack its end with, each of them maybe a token
 
 
 class IncrementalDecoder:
@@ -18,16 +21,30 @@ class IncrementalDecoder:
     incomplete character at the end is kept back.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
-        """context: the last tokens before the text (of the prompt), so that spaces come out right."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        hidden: Set[int] = frozenset(),
+    ) -> None:
+        """context: the tokens before the text (the prompt's), so that spaces come out right. hidden:
+        tokens that `decode` leaves out; a window of nothing else would tell nothing of what precedes.
+        """
         self._decode = decode
-        self._tokens = list(context[-6:])
+        self._hidden = hidden
+        seen = itertools.islice((t for t in reversed(context) if t not in hidden), CONTEXT_TOKENS)
+        self._tokens = list(seen)[::-1]
         self._window = 0  # the window starts here
         self._read = len(self._tokens)  # tokens before here are all in the text
         self._shown = 0  # characters of the tokens since then that are in the text, too
+        self._skip_parts_of_characters()
+        # What a character that the context begins looks like; once the text ends it, it is the text's.
+        self._begun = self._new_text()
 
     def push(self, token: int) -> str:
         """The text that this token completes: often its own, sometimes none."""
+        if token in self._hidden:
+            return ""
         self._tokens.append(token)
         return self._show(keep_incomplete=len(self._tokens) - self._read < LONGEST_GARBAGE)
 
@@ -36,19 +53,38 @@ class IncrementalDecoder:
         return self._show(keep_incomplete=False)
 
     def _show(self, keep_incomplete: bool) -> str:
+        text = self._new_text()
+        complete = len(text.rstrip(REPLACEMENT) if keep_incomplete else text)
+        start = max(self._shown, len(self._begun) if text.startswith(self._begun) else 0)
+        news = text[start:complete]
+        if complete < len(text):
+            self._shown = max(self._shown, complete)
+        elif text or len(self._tokens) - self._window > LONGEST_GARBAGE:
+            # A window without text would lose the space that begins the next token.
+            self._window, self._read = self._read, len(self._tokens)
+            self._shown, self._begun = 0, ""
+        else:
+            self._read = len(self._tokens)
+        return news
+
+    def _skip_parts_of_characters(self) -> None:
+        """Off both ends of the context, as far as it is whole without them."""
+        length = len(self._tokens)
+        most = range(min(MOST_PENDING, length) + 1)
+        for behind, ahead in itertools.product(most, most if length == CONTEXT_TOKENS else (0,)):
+            whole = self._decode(self._tokens[ahead : length - behind])
+            if not (whole.startswith(REPLACEMENT) or whole.endswith(REPLACEMENT)):
+                self._window, self._read = ahead, length - behind
+                return
+
+    def _new_text(self) -> str:
         before = self._decode(self._tokens[self._window : self._read])
         text = self._decode(self._tokens[self._window :])[len(before) :]
-        complete = len(text)
-        if keep_incomplete:
-            # At most the last three bytes, so three replacement characters, can still become one.
-            while complete > len(text) - 3 and text[:complete].endswith(REPLACEMENT):
-                complete -= 1
-        news = text[self._shown : complete]
-        if complete == len(text):
-            self._window, self._read, self._shown = self._read, len(self._tokens), 0
-        else:
-            self._shown = max(self._shown, complete)
-        return news
+        if text.startswith(REPLACEMENT):
+            # Byte-fallback decoders give up a whole run of bytes for one that is broken or not yet
+            # complete, so what was shown of it counts no more. A byte has no space to lose.
+            return self._decode(self._tokens[self._read :])
+        return text
 
 
 class StopStrings:

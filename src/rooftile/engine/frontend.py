@@ -101,11 +101,14 @@ class RequestState:
             assert tokenizer is not None
             return tokenizer.decode(list(ids), skip_special_tokens=params.skip_special_tokens)
 
+        hidden: Set[int] = frozenset()
+        if tokenizer is not None and params.skip_special_tokens:
+            hidden = tokenizer.special_ids
         self.texts = [
             TextState(
                 completion,
                 params,
-                None if tokenizer is None else IncrementalDecoder(decode, prompt_ids),
+                None if tokenizer is None else IncrementalDecoder(decode, prompt_ids, hidden),
             )
             for completion in self.output.outputs
         ]
