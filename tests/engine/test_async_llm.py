@@ -11,14 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rooftile.engine.async_llm import AsyncLLM, EngineDeadError
 from rooftile.engine.llm import LLM
+from rooftile.engine.messages import EngineDied
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.process import EngineProcess
+from tests.support.gate import shut_gate, wait_until
 
 LONG = SamplingParams(max_tokens=120, ignore_eos=True, seed=1)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -42,6 +46,7 @@ def run(request: pytest.FixtureRequest, model_path: str) -> Callable[[Body], Non
 
     def run_with(body: Body) -> None:
         process = request.param == "process"
+        before = set(threading.enumerate())
         engine = (
             request.getfixturevalue("in_process") if process else AsyncLLM(model_path, **OPTIONS)
         )
@@ -57,7 +62,8 @@ def run(request: pytest.FixtureRequest, model_path: str) -> Callable[[Body], Non
                 engine.shutdown()
 
         asyncio.run(asyncio.wait_for(main(), 60))
-        assert not [t for t in threading.enumerate() if t.name == "rooftile-engine"]
+        left = set(threading.enumerate()) - before
+        assert not [t for t in left if t.name == "rooftile-engine"]
 
     return run_with
 
@@ -87,11 +93,13 @@ def test_leaving_and_cancelling_abort_the_request(run: Callable[[Body], None]) -
         async for output in engine.generate("leave", LONG):
             if len(output.outputs[0].token_ids) > 3:
                 break
-        task = asyncio.create_task(last_text(engine.generate("cancel", LONG)))
-        await asyncio.sleep(0.002)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with shut_gate() as gate:
+            held = replace(LONG, logits_processor=gate)
+            task = asyncio.create_task(last_text(engine.generate("cancel", held)))
+            await asyncio.sleep(0.002)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         assert len(await last_text(engine.generate("after", SHORT))) > 0
 
     run(body)
@@ -296,12 +304,85 @@ def test_times_of_a_request(run: Callable[[Body], None]) -> None:
     run(body)
 
 
+def test_a_request_arrives_before_the_engine_begins_it(model_path: str) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(model_path, **OPTIONS)
+        send = engine._engine.send
+
+        def send_to_a_fast_engine(message: Any) -> None:
+            send(message)
+            time.sleep(0.1)  # it begins, and may well end
+
+        engine._engine.send = send_to_a_fast_engine  # type: ignore[method-assign]
+        output = engine.add_request("when", SHORT)
+        await last_text(engine.follow(output))
+        assert output.metrics.scheduled is not None
+        assert output.metrics.arrival <= output.metrics.scheduled
+        engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing(in_process: AsyncLLM) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="cannot be sent"):
+            in_process.add_request("a", SamplingParams(logits_processor=lambda ids, logits: logits))
+        assert not in_process._open
+        assert not in_process._frontend._open
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("asks", ["generate", "stats"])
+def test_an_engine_that_dies_while_it_is_asked_is_heard(model_path: str, asks: str) -> None:
+    """The first question, and the engine ends after it was found alive."""
+
+    async def main() -> None:
+        engine = AsyncLLM(model_path, **OPTIONS)
+        found_alive = engine._require_alive
+
+        def then_dies() -> None:
+            found_alive()
+            engine._require_alive = found_alive  # type: ignore[method-assign]
+            engine._post(EngineDied("it died just then"))
+
+        engine._require_alive = then_dies  # type: ignore[method-assign]
+        send = engine._engine.send
+        engine._engine.send = lambda message: None  # type: ignore[method-assign]
+        question = engine.stats() if asks == "stats" else last_text(engine.generate("a", SHORT))
+        with pytest.raises(EngineDeadError, match="just then"):
+            await question
+        engine._engine.send = send  # type: ignore[method-assign]
+        engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_is_killed_leaves_no_question_open(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rooftile.engine.process.KILL_AFTER", 0.1)
+
+    async def main() -> None:
+        engine = AsyncLLM(model_path, engine="process", **OPTIONS)
+        assert isinstance(engine._engine, EngineProcess)
+        os.kill(engine._engine.pid, signal.SIGSTOP)
+        question = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, engine.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await question
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_child_that_dies_is_an_engine_that_died(model_path: str) -> None:
     async def main() -> None:
         engine = AsyncLLM(model_path, engine="process", **OPTIONS)
-        task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
-        await asyncio.sleep(0)  # the request is on its way: its text takes longer than the kill
         assert isinstance(engine._engine, EngineProcess)
+        os.kill(engine._engine.pid, signal.SIGSTOP)  # so that it cannot answer first
+        task = asyncio.create_task(last_text(engine.generate("victim", LONG)))
+        await asyncio.sleep(0)  # the request is on its way
         os.kill(engine._engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await task
@@ -324,11 +405,7 @@ def test_a_child_dies_with_its_parent(model_path: str) -> None:
     )
     parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     child = int(parent.stdout)
-    for _ in range(100):
-        if not _alive(child):
-            return
-        time.sleep(0.1)
-    pytest.fail("the child outlived its parent")
+    wait_until(lambda: not _alive(child))
 
 
 def _alive(pid: int) -> bool:

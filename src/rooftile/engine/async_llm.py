@@ -116,8 +116,7 @@ class AsyncLLM:
                 sent there; an id in use; a cache_salt that cannot be hashed.
             EngineDeadError: the engine has ended.
         """
-        self._require_alive()
-        self._loop = asyncio.get_running_loop()
+        self._be_told_here()
         text, prompt_ids = self._frontend.encode(prompt)
         params = SamplingParams() if params is None else params
         params = self._frontend.prepare(prompt_ids, params)
@@ -134,9 +133,14 @@ class AsyncLLM:
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         key = next(self._keys)
-        self._engine.send(AddRequest(key, prompt_ids, params, cache_salt))
+        # It arrives before the engine, which may begin at once, hears of it.
         output = self._frontend.open(key, text, prompt_ids, params)
         output.request_id = request_id
+        try:
+            self._engine.send(AddRequest(key, prompt_ids, params, cache_salt))
+        except BaseException:
+            self._frontend.abort(key)
+            raise
         self._open[request_id] = _Open(key, output, asyncio.Event())
         return output
 
@@ -172,9 +176,7 @@ class AsyncLLM:
             self.abort(request_id)
 
     async def stats(self) -> EngineStats:
-        self._require_alive()
-        self._loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[EngineStats] = self._loop.create_future()
+        waiter: asyncio.Future[EngineStats] = self._be_told_here().create_future()
         self._stats_waiters.append(waiter)
         self._engine.send(AskStats())
         return await waiter
@@ -187,10 +189,12 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Abort every request and end the engine. Idempotent."""
+        # First, so that nothing is asked of it any more that nobody would answer.
+        self._death = self._death or "the engine was shut down"
         self.abort_all()
         self._engine.send(Shutdown())
         self._engine.join()
-        self._death = self._death or "the engine was shut down"
+        self._hand_over(EngineDied(self._death))  # an engine that was killed owes answers
 
     @property
     def is_alive(self) -> bool:
@@ -200,11 +204,26 @@ class AsyncLLM:
         if self._death is not None:
             raise EngineDeadError(self._death)
 
+    def _be_told_here(self) -> asyncio.AbstractEventLoop:
+        """The running loop, which hears of the engine's end from now on.
+
+        Raises:
+            EngineDeadError: it has ended.
+        """
+        # In this order, as `_post` notes an end before it looks for the loop: one sees the other.
+        self._loop = asyncio.get_running_loop()
+        self._require_alive()
+        return self._loop
+
     def _post(self, news: FromEngine) -> None:
-        """On the engine's thread: hand the news to the event loop, which may be gone by now."""
+        """On the engine's thread: note an end, hand the news to the event loop."""
         if isinstance(news, EngineDied):
             logger.error("the engine has ended: %s", news.error)
             self._death = self._death or news.error  # also where no loop has asked for anything yet
+        self._hand_over(news)
+
+    def _hand_over(self, news: FromEngine) -> None:
+        """On any thread; the event loop may be gone by now."""
         if self._loop is None or self._loop.is_closed():
             return
         try:
@@ -223,6 +242,8 @@ class AsyncLLM:
                         waiter.set_exception(EngineDeadError(error))
                 self._stats_waiters.clear()
             case EngineStats():
+                if not self._stats_waiters:  # they heard of the engine's end first
+                    return
                 waiter = self._stats_waiters.pop(0)
                 if not waiter.done():  # its task may have been cancelled
                     waiter.set_result(news)
