@@ -11,7 +11,7 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest test
 	tests/kernels/test_triton_step.py tests/kernels/test_triton_linear.py tests/kernels/test_triton_sampling.py tests/ops/test_qkv.py tests/ops/test_normed_linear.py \
 	tests/kernels/test_triton_split_kv.py tests/kernels/test_triton_paged.py \
 	tests/kernels/test_triton_dual_chunk.py tests/kernels/test_triton_differential.py tests/kernels/test_triton_grid.py \
-	tests/ops/test_strided_vectors.py tests/ops/test_prefixes.py tests/ops/test_norm.py tests/ops/test_rope.py tests/ops/test_activation.py tests/ops/test_grouped_linear.py
+	tests/ops/test_nan_keys.py tests/ops/test_strided_vectors.py tests/ops/test_prefixes.py tests/ops/test_norm.py tests/ops/test_rope.py tests/ops/test_activation.py tests/ops/test_grouped_linear.py
 
 .PHONY: demo test test-all lint clean
 

@@ -131,6 +131,15 @@ def _product(a: Tensor, b: Tensor, acc: Tensor) -> Tile:
     return tile(a.as_subclass(Tensor).float() @ b.as_subclass(Tensor).float() + acc)
 
 
+def _max(x: Tensor, axis: int) -> Any:
+    """As the hardware's: NaN only where all are."""
+    highest = x.amax(axis)
+    if not x.is_floating_point() or not bool(highest.isnan().any()):
+        return highest
+    known = x.masked_fill(x.isnan(), -torch.inf).amax(axis)
+    return known.masked_fill(x.isnan().all(axis), torch.nan)
+
+
 def _sum(x: Tensor, axis: int) -> Any:
     total = x.sum(axis, dtype=x.dtype)
     return total if total.dim() else total.item()
@@ -174,12 +183,12 @@ def modules() -> dict[str, ModuleType]:
         cdiv=lambda a, b: -(-a // b),
         program_id=lambda axis: machine.role().cta.program_id[axis],
         num_programs=lambda axis: machine.role().cta.launch.grid[axis],
-        minimum=_pairwise(torch.minimum, min),
-        maximum=_pairwise(torch.maximum, max),
+        minimum=_pairwise(torch.fmin, min),  # of a number and NaN the number, as on the hardware
+        maximum=_pairwise(torch.fmax, max),
         zeros=lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
         arange=lambda start, end, layout=None: tile(torch.arange(start, end, dtype=torch.int32)),
-        max=lambda x, axis: x.amax(axis),
+        max=_max,
         sum=_sum,
         exp2=torch.exp2,
         erf=torch.erf,

@@ -319,7 +319,7 @@ def _attend(
         q_ring.release(q_fill)
         q_turn = work.next_q(q_turn)
     weight = gl.sum(total, 0) + before
-    seen_any = weight > 0.0
+    seen_any = weight != 0.0
     lse = gl.where(seen_any, (maximum + gl.log2(weight)) * LN_2, float("-inf"))
     scale = 1.0 / gl.where(seen_any, weight, 1.0)
     if work.quantised:

@@ -100,7 +100,7 @@ def join_parts(
                 total = total + weight
                 acc = acc + values[j] * gl.expand_dims(weight, 1)
             maximum = highest
-        visible = total > 0.0
+        visible = total != 0.0
         acc = acc * gl.expand_dims(1.0 / gl.where(visible, total, 1.0), 1)
         lse = gl.where(visible, (maximum + gl.log2(total)) * LN_2, float("-inf"))
         store_rows(work, acc, lse, first_row, rows, end_row, -1, token, kv_head, L)

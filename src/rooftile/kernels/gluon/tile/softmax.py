@@ -134,13 +134,13 @@ class OnlineSoftmax:
     @gluon.jit
     def reciprocal(self):
         """1 / sum of weights, and 1 where a row saw nothing."""
-        return 1.0 / gl.where(self.total > 0.0, self.total, 1.0)
+        return 1.0 / gl.where(self.total != 0.0, self.total, 1.0)
 
     @gluon.jit
     def lse(self):
         """Natural logarithm of the sum of exponentials; -inf where a row saw nothing."""
         lse = (self.maximum + gl.log2(self.total)) * LN_2
-        return gl.where(self.total > 0.0, lse, float("-inf"))
+        return gl.where(self.total != 0.0, lse, float("-inf"))
 
 
 @gluon.jit
