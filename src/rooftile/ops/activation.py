@@ -80,7 +80,7 @@ GATED_ACTIVATION_BACKWARD = Operator(
     families=("reference",),
     call=lambda grad_out, x, activation: _call(x, activation),
     fake=lambda grad_out, x, activation: x.new_empty(x.shape),
-)
+).record_kernels()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -427,7 +427,7 @@ ATTENTION_BACKWARD = Operator(
         attention_call(q, k, v, sink, left, right, softcap)
     ),
     fake=lambda q, k, v, sink, out, lse, *_: _fake_backward(q, k, v, sink, lse),
-)
+).record_kernels()
 
 ATTENTION_VARLEN = Operator(
     "attention_varlen",
@@ -451,7 +451,7 @@ ATTENTION_VARLEN_BACKWARD = Operator(
     fake=lambda q, k, v, cu_q, cu_k, max_q, max_kv, sink, out, lse, *_: _fake_backward(
         q, k, v, sink, lse
     ),
-)
+).record_kernels()
 
 
 def _register_backward(forward: Operator, backward: Operator) -> None:

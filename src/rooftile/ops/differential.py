@@ -301,7 +301,7 @@ DIFFERENTIAL_BACKWARD = Operator(
     families=("reference",),
     call=_call,
     fake=_fake_backward,
-)
+).record_kernels()
 
 DIFFERENTIAL_VARLEN = Operator(
     "differential_attention_varlen",
@@ -319,7 +319,7 @@ DIFFERENTIAL_VARLEN_BACKWARD = Operator(
     families=("reference",),
     call=_call,
     fake=_fake_backward,
-)
+).record_kernels()
 
 PAGED_DIFFERENTIAL = Operator(
     "paged_differential_attention",

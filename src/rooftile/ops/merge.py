@@ -84,7 +84,7 @@ MERGE_BACKWARD = Operator(
     families=("reference",),
     call=_call,
     fake=lambda outs, lses, *_: (outs.new_empty(outs.shape), lses.new_empty(lses.shape)),
-)
+).record_kernels()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

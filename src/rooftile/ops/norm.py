@@ -91,7 +91,7 @@ RMS_NORM_BACKWARD = Operator(
         torch.empty_like(stream),
         stream.new_empty(stream.shape[-1:]) if weight is None else torch.empty_like(weight),
     ),
-)
+).record_kernels()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -84,6 +84,13 @@ class Operator:
             lib=LIBRARY,
         )
 
+    def record_kernels(self) -> Operator:
+        """Let autograd record what the kernels do, for operators whose kernels are all PyTorch's
+        operations: so a backward has derivatives of its own.
+        """
+        LIBRARY.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
+        return self
+
     def kernel(self, family: str) -> Kernel | str:
         """The kernel of a family, or the reason why this machine does not have it."""
         return _load(self.name, self.module, family)
