@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from rooftile.engine.async_llm import AsyncLLM
-from rooftile.engine.outputs import EngineStats
+from rooftile.engine.outputs import EngineStats, RequestOutput
+from rooftile.engine.params import SamplingParams
 from rooftile.server.address import address_of, bind
 from rooftile.server.config import ServerConfig
 from rooftile.server.run import Server, run
+from tests.support.gate import Gate, shut_gate, wait_until
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -44,7 +48,7 @@ class LiveServer:
         self._ready.set()
 
     def wait_until_ready(self) -> None:
-        assert self._ready.wait(60)
+        assert self._ready.wait(120)
 
     @property
     def server(self) -> Server:
@@ -70,11 +74,43 @@ class LiveServer:
         defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
         return AsyncOpenAI(**{**defaults, **options})
 
+    @contextmanager
+    def standing_still(self, after: int = 2) -> Iterator[Gate]:
+        """The engine stops in the middle of a step when a request that came within has `after`
+        tokens, and does and hears nothing until the gate is opened, at the end at the latest.
+        """
+        llm = self.llm
+        add = llm.add_request
+
+        def add_held(prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
+            return add(prompt, replace(params, logits_processor=gate), **options)
+
+        with shut_gate(after) as gate:
+            llm.add_request = add_held  # type: ignore[method-assign, assignment]
+            try:
+                yield gate
+            finally:
+                llm.add_request = add  # type: ignore[method-assign]
+
+    @property
+    def open_sequences(self) -> int:
+        """Of requests that the server has accepted and not ended."""
+        return self.server.service._open_sequences
+
+    def wait_until_begun(self, prompts: int) -> None:
+        """Until so many prompts are with the engine, and it has begun to answer one of them."""
+
+        def begun() -> bool:
+            outputs = [request.output for request in list(self.llm._open.values())]
+            return len(outputs) == prompts and any(o.metrics.first_token for o in outputs)
+
+        wait_until(begun)
+
     def stats(self) -> EngineStats:
         future = asyncio.run_coroutine_threadsafe(self.llm.stats(), self.server._loop)
-        return future.result(30)
+        return future.result(60)
 
-    def assert_idle(self, seconds: float = 20) -> None:
+    def assert_idle(self, seconds: float = 60) -> None:
         """Nothing is left of what the clients asked: no request, no page, no reserved place."""
         deadline = time.monotonic() + seconds
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,10 +75,8 @@ def test_the_stop_button(make_server: Make, browser: Browser) -> None:
     ask(browser, "long")
     browser.wait("document.querySelector('#status').innerText.includes('tokens/s')")
     assert not browser.run("document.querySelector('#stop').hidden")
-    began = time.monotonic()
     browser.click("#stop")
     finished(browser)
-    assert time.monotonic() - began < 5
     assert "stopped" in browser.text(".assistant")
     server.assert_idle()
 

@@ -7,7 +7,6 @@ import gc
 import json
 import random
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,13 @@ import pytest
 
 from rooftile.bench.serve_client import Target
 from rooftile.bench.serve_load import Load, run_load
+from rooftile.engine.token_bytes import BYTE_OF
 from tests.server.live import LiveServer
+from tests.support.gate import wait_until
 
 Make = Callable[..., LiveServer]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 110, "ignore_eos": True}
+ONLY_X = {"logit_bias": {str(sorted(BYTE_OF).index("x")): 100}}  # text with every token
 
 
 def raw_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
@@ -39,14 +41,14 @@ def address(server: LiveServer) -> tuple[str, int]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_aborts_its_request(server: LiveServer, stream: bool) -> None:
     aborted = aborted_count(server)
-    body = {**LONG, "prompt": ["x", "y"], "n": 20, "stream": stream, "max_tokens": 150}
-    with socket.create_connection(address(server)) as connection:
-        connection.sendall(raw_request(body))
-        if stream:
-            assert connection.recv(100)
-        else:
-            while server.stats().num_running == 0:
-                time.sleep(0.001)
+    body = {**LONG, **ONLY_X, "prompt": ["x", "y"], "n": 20, "stream": stream, "max_tokens": 150}
+    with server.standing_still():
+        with socket.create_connection(address(server)) as connection:
+            connection.sendall(raw_request(body))
+            if stream:
+                assert connection.recv(100)
+            server.wait_until_begun(2)
+        wait_until(lambda: server.open_sequences == 0)
     server.assert_idle()
     assert aborted_count(server) == aborted + 40
 
@@ -93,20 +95,22 @@ def test_a_slow_reader_holds_up_nobody(server: LiveServer) -> None:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(address(server))
         reader.sendall(raw_request(body))
-        time.sleep(0.2)
+        wait_until(lambda: len(server.llm._open) == 40)
         with server.http() as http:
             assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
-        deadline = time.monotonic() + 60
-        while server.stats().kv.in_use:  # the engine is done while nobody reads
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        reader.settimeout(30)
+        wait_until(lambda: not busy(server))  # the engine is done while nobody reads
+        reader.settimeout(60)
         received = b""
         while b"data: [DONE]" not in received[-200:]:
             part = reader.recv(2**16)
             assert part
             received += part
     assert received.count(b'"finish_reason":"length"') == 40
+
+
+def busy(server: LiveServer) -> bool:
+    stats = server.stats()
+    return any((stats.num_running, stats.num_waiting, stats.kv.in_use))
 
 
 def test_500_connections_at_once(server: LiveServer) -> None:
