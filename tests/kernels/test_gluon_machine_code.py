@@ -17,6 +17,7 @@ if not triton.__version__.startswith("3.6."):
     )
 
 import triton.language as tl  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
 from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
@@ -189,6 +190,7 @@ def test_few_sequences_are_sorted_by_each_cta(name: str) -> None:
     [
         ("128 anchored", PLAIN),
         ("64 drawn", EVEN),
+        ("128", {**EVEN, "ragged": True}),
         *(
             pytest.param(name, features, marks=pytest.mark.slow)
             for name in ("64", "128", "256", "128 short", "128 anchored", "64 anchored")
@@ -199,8 +201,9 @@ def test_few_sequences_are_sorted_by_each_cta(name: str) -> None:
 )
 def test_tiles_in_parts(name: str, features: dict[str, bool]) -> None:
     """Parts are stored and read eight bytes at a time, outside the loops over keys."""
-    code = compiled(name, features, split=True)
     config = CONFIGS[name]
+    sorts: dict[str, Any] = {"most_sorted": config.most_sorted} if features["ragged"] else {}
+    code = compiled(name, features, split=True, **sorts)
     check_loops(code, config, spills=120)
     assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
     values = config.groups * config.dim // 4  # a thread's pairs of the output
@@ -234,6 +237,29 @@ def test_functions_of_the_caller(dim: int) -> None:
     for loop in loops:
         assert loop.hazards() == []
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
+
+
+@gluon.jit
+def _write(to, value):  # type: ignore[no-untyped-def]
+    gl.store(to, value)
+
+
+@gluon.jit
+def _tells_a_sum(numbers, out, waits: gl.constexpr):  # type: ignore[no-untyped-def]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    total = gl.sum(gl.load(numbers + gl.arange(0, 128, layout)), 0)
+    if waits:
+        gl.thread_barrier()
+    gl.warp_specialize([(_write, (out, total)), (_write, (out + 1, 2 * total))], [1], [24])
+
+
+def test_a_warp_that_tells_what_another_still_reads_is_found() -> None:
+    """The attention kernel did so with the number of tiles of a ragged batch: on a GPU, wrong results and
+    illegal accesses, once in a while."""
+    types = {"numbers": "*i32", "out": "*i32"}
+    with pytest.raises(AssertionError, match=r"st\.shared"):
+        compile_for_hopper(_tells_a_sum, types, {"waits": False})
+    compile_for_hopper(_tells_a_sum, types, {"waits": True})
 
 
 def test_half_precision_compiles_too() -> None:

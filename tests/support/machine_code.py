@@ -35,6 +35,8 @@ _TYPE_NAMES = {
 }
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+_SHARED_ACCESS = re.compile(r"\b(ld|st)\.shared(?:\.v(\d))?\.[a-z](\d+)\s")
+_SHARED_PLACE = re.compile(r"\[global_smem(?:\+(\d+))?\]")
 
 
 def descriptor_type(box: list[int], dtype: Any = gl.bfloat16) -> str:
@@ -51,14 +53,17 @@ def compile_for_hopper(
     most_registers: int | None = None,
 ) -> MachineCode:
     """types: of the run-time arguments; constants: the compile-time ones; most_registers: of a thread
-    at launch, `None` for the compiler's choice."""
+    at launch, `None` for the compiler's choice. Whatever is compiled is checked for what is wrong in every
+    kernel: see `MachineCode.told_too_early`."""
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(fn=kernel, signature=signature, constexprs=dict(constants))
     options = {"num_warps": num_warps, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     code = _disassemble(compiled.asm["cubin"])
-    return MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"])
+    result = MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"])
+    assert not result.told_too_early(), result.told_too_early()
+    return result
 
 
 def _disassemble(cubin: bytes) -> list[Instruction]:
@@ -146,6 +151,10 @@ class Loop:
         return sum(x.name.startswith(prefix) for x in self.body)
 
 
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
 @dataclass
 class MachineCode:
     instructions: list[Instruction] = field(repr=False)
@@ -159,6 +168,35 @@ class MachineCode:
     def spills(self) -> int:
         """Accesses to local memory."""
         return self.count("LDL") + self.count("STL")
+
+    def told_too_early(self) -> list[str]:
+        """Writes of what roles are told, into shared memory that another warp may be reading still.
+
+        The first warps write their roles' arguments before they meet the others. Triton 3.6 puts them where
+        a reduction has left its result, say, and no barrier between a warp's reading that and another's
+        writing. What roles are told has fixed places; reads by registers are taken to be anywhere.
+        """
+        bad: list[str] = []
+        reads: list[tuple[int, int] | None] = []  # since the warps have last met
+        writes: list[str] = []
+        for line in self.ptx.splitlines():
+            access = _SHARED_ACCESS.search(line)
+            if re.search(r"\bbar(rier)?(\.cta)?\.sync\b", line):
+                if re.search(r"\bbarrier\.sync\s+1;", line):  # where roles begin
+                    bad += writes
+                reads, writes = [], []
+            elif access:
+                kind, vector, bits = access.groups()
+                place = _SHARED_PLACE.search(line)
+                span = None
+                if place:
+                    begin = int(place[1] or 0)
+                    span = begin, begin + int(vector or 1) * int(bits) // 8
+                if kind == "ld":
+                    reads.append(span)
+                elif span and any(x is None or _overlap(x, span) for x in reads):
+                    writes.append(line.strip())
+        return bad
 
     def loops(self) -> list[Loop]:
         """The span of every backward branch, inner and outer."""

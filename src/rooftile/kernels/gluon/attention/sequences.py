@@ -52,7 +52,10 @@ def start_sequences(
         before = (other > mine) | ((other == mine) & (gl.expand_dims(j, 0) < number))
         start += gl.sum(gl.where(before, others, 0), 1)
     starts.store(gl.where(tiles > 0, start, NO_TILES).to(gl.int16))
-    return gl.sum(tiles, 0)
+    total = gl.sum(tiles, 0)
+    # It lies where Triton writes what roles are told; all warps read it before one of them does.
+    gl.thread_barrier()
+    return total
 
 
 @gluon.jit
