@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -46,6 +47,11 @@ aggregate: Any = gluon.aggregate if hasattr(gluon, "aggregate") else triton.lang
 # Bulk tensor copies: (descriptor, coordinates, barrier, shared) and (descriptor, coordinates, shared).
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
+# Kernels say Triton 3.6's names for these two, which newer versions have under others.
+if not hasattr(gl, "thread_barrier"):
+    gl.thread_barrier = gl.barrier
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 # Waits until at most n stores of this thread still have to read their shared memory.
 tma_store_wait = tma.store_wait
 
