@@ -105,13 +105,8 @@ def test_every_text_is_its_own_whatever_the_batch(
         reason = collected.reasons[key]
         got = collected.tokens[key]
         assert reason in ("stop", "length")
-        if reason == "length" and len(got) < len(tokens):
-            # Ended early: only a request alone in all of the KV memory may be.
-            assert got == tokens[: len(got)]
-            assert max(n for _, _, n, _ in requests) > 1
-        else:
-            assert got == tokens
-            assert (reason == "stop") == (tokens[-1] == EOS)
+        assert got == tokens
+        assert (reason == "stop") == (tokens[-1] == EOS)
     assert_idle(core)
 
 
@@ -174,6 +169,44 @@ def test_alone_and_out_of_pages_it_ends_with_length() -> None:
     assert collected.reasons == {("a", 0): "length"}
     # 16 tokens of KV: ten of the prompt, six generated ones, and the one sampled last.
     assert len(collected.tokens["a", 0]) == 7
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_samples_of_one_request_take_turns_in_little_memory(depth: int, prefix_cache: bool) -> None:
+    """Memory for one and a half of them: none is cut short, and all say what they would alone."""
+    core, _, _ = make_core(
+        num_pages=12, page_size=4, pipeline_depth=depth, prefix_cache=prefix_cache
+    )
+    core.add_request("a", [3] * 9, params(n=5, max_tokens=30, ignore_eos=True))
+    collected = run(core)
+    for index in range(5):
+        assert collected.tokens["a", index] == expected_output(
+            [3] * 9, 7, index, 30, ignore_eos=True
+        )
+    assert core.stats().num_preemptions > 0
+    assert_idle(core)
+
+
+def test_after_a_failed_step_the_first_to_come_are_still_the_first() -> None:
+    """Two requests take all of a step's budget, which fails: the third, which goes on before they do,
+    gives its pages to them all the same."""
+    core, runner, _ = make_core(num_pages=10, page_size=4, max_num_batched_tokens=4)
+    prompts = {"first": [1], "second": [2], "third": [3, 4]}
+    for name, prompt in prompts.items():
+        n, most = (1, 24) if name == "third" else (2, 12)
+        core.add_request(name, prompt, params(n=n, max_tokens=most, ignore_eos=True))
+    collected = Collected()
+    collected.take(core.step())
+    runner.fail_next = 0
+    while core.has_unfinished:
+        collected.take(core.step())
+        arrivals = [request.arrival_index for request in core._scheduler.running]
+        assert arrivals == sorted(arrivals)
+    for name, index, count in [("first", 1, 12), ("second", 1, 12), ("third", 0, 24)]:
+        expected = expected_output(prompts[name], 7, index, count, ignore_eos=True)
+        assert collected.tokens[name, index] == expected
     assert_idle(core)
 
 
@@ -309,12 +342,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts: dict[str, list[int]] = {}
         self.collected = Collected()
         self.beams: dict[str, BeamSearchParams] = {}
-        self.stuck: set[str] = set()  # requests cut short for want of pages
+        self.stuck: set[str] = set()  # searches cut short for want of pages
         stuck_sequence = self.core._scheduler.stuck_sequence
 
         def record() -> Sequence:
             sequence = stuck_sequence()
             self.stuck.add(sequence.request.request_id)
+            running = [s for r in self.core._scheduler.running for s in r.sequences if s.table]
+            # Nobody is cut short for others' pages; the beams of a search only for each other's.
+            if sequence.request.beam is None:
+                assert running == [sequence]
+            assert {s.request for s in running} <= {sequence.request}
             return sequence
 
         self.core._scheduler.stuck_sequence = record  # type: ignore[method-assign]

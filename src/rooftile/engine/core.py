@@ -227,7 +227,7 @@ class EngineCore:
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             return self._collect(self._in_flight.popleft())
         if not launched and self._scheduler.has_unfinished:
-            # Alone and out of pages: it ends with what it has, so that the engine never stands still.
+            # Alone in all of the pages: it ends with what it has, so that the engine never stands still.
             sequence = self._scheduler.stuck_sequence()
             if sequence.request.beam is not None:
                 return self._end_beams(sequence.request, cut=True)

@@ -25,8 +25,9 @@ from rooftile.kvcache.pool import OutOfPages
 class Scheduler:
     """First come, first served, over a token budget, without separate prefill and decode phases.
 
-    Out of pages, a request takes them from the latest one behind it, which is preempted whole and
-    recomputed later; where there is none behind it, it stalls until pages come free.
+    Out of pages, a sequence takes them from the latest request behind its own, which is preempted
+    whole and recomputed later; where there is none, from the last of its own request's samples.
+    Where there is none behind it, it stalls until pages come free.
     """
 
     def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -97,7 +98,7 @@ class Scheduler:
             sequence.row = self._take_row()
         request.spare_rows = [self._take_row() for _ in range(rows - len(sequences))]
         del self.waiting[request]
-        self.running[request] = None
+        _insert(self.running, request)
         return True
 
     def _take_row(self) -> int:
@@ -120,6 +121,8 @@ class Scheduler:
             return True
         admitted = sequence.table is None
         if admitted:
+            if sequence.num_pending:  # its last token is only known to a row that goes on
+                return False
             self._admit(sequence)
         elif sequence.num_tokens - sequence.num_computed > 1 and not sequence.request.scores_prompt:
             self._adopt_published(sequence)
@@ -136,7 +139,7 @@ class Scheduler:
                 copies = self.cache.extend(table, end)
                 break
             except OutOfPages:
-                if not self._preempt_behind(sequence.request):
+                if not self._preempt_behind(sequence):
                     if admitted:  # it holds shared pages only; others may need them
                         self._release(sequence)
                     return False
@@ -280,13 +283,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------ giving pages back
 
-    def _preempt_behind(self, request: Request) -> bool:
-        """Preempt the latest running request, if it came after `request`."""
+    def _preempt_behind(self, sequence: Sequence) -> bool:
+        """Take pages from the latest of those that came after `sequence`; False if there is none."""
+        request = sequence.request
         latest = next(reversed(self.running))
-        if latest.arrival_index <= request.arrival_index:
-            return False
-        self._preempt(latest)
-        return True
+        if latest.arrival_index > request.arrival_index:
+            self._preempt(latest)
+            return True
+        behind = request.sequences[request.sequences.index(sequence) + 1 :]
+        for sibling in reversed(behind):
+            # Beams go on together or not at all.
+            if sibling.table is not None and request.beam is None:
+                self._release(sibling)
+                self.num_preemptions += 1
+                return True
+        return False
 
     def _preempt(self, request: Request, counted: bool = True) -> None:
         for sequence in request.sequences:
@@ -294,8 +305,7 @@ class Scheduler:
             self._free_row(sequence)
         self._free_spare_rows(request)
         del self.running[request]
-        self.waiting[request] = None
-        self.waiting.move_to_end(request, last=False)
+        _insert(self.waiting, request)
         self.num_preemptions += counted
 
     def _release(self, sequence: Sequence) -> None:
@@ -334,8 +344,7 @@ class Scheduler:
         for request, slot in zip(plan.scored, plan.input.scores, strict=True):
             request.score_next -= len(slot.targets)
         requests = [request for request in plan.requests if not request.finished]
-        # The latest first, so that the front of the queue ends up in order of arrival.
-        for request in sorted(requests, key=lambda r: r.arrival_index, reverse=True):
+        for request in requests:
             request.suspect = True
             if request in self.running:
                 self._preempt(request, counted=False)
@@ -382,3 +391,11 @@ class Scheduler:
     def stuck_sequence(self) -> Sequence:
         """With nothing in flight and nothing to schedule: the sequence that can never grow."""
         return next(s for r in (*self.running, *self.waiting) for s in r.schedulable)
+
+
+def _insert(queue: OrderedDict[Request, None], request: Request) -> None:
+    """Into its place by arrival."""
+    later = [other for other in queue if other.arrival_index > request.arrival_index]
+    queue[request] = None
+    for other in later:
+        queue.move_to_end(other)
