@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.gluon_sim import cluster, copies, machine
 from tests.support.gluon_sim.errors import SimulationError
-from tests.support.gluon_sim.memory import Descriptor, Tile, tile
+from tests.support.gluon_sim.memory import Descriptor, SharedTile, Tile, tile
 
 ROWS_OF_A_WARP = 16
 
@@ -166,7 +166,7 @@ def modules() -> dict[str, ModuleType]:
         "triton.experimental.gluon.language",
         **dict.fromkeys(layouts, Layout),
         tensor=Tile,
-        shared_memory_descriptor=object,
+        shared_memory_descriptor=SharedTile,
         constexpr=lambda value: value,
         bfloat16=torch.bfloat16,
         float16=torch.float16,
