@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rooftile.cli.batch.results import OutputFile
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 from tests.cli.fakes import FakeLLM
 from tests.engine.conftest import write_model
+from tests.support.gate import wait_until
 
 Run = Callable[..., Any]
 
@@ -491,8 +491,11 @@ from rooftile.cli import loading, main
 
 class Slow(FakeLLM):
     def run(self, requests, **options):
-        for result in super().run(requests, **options):
+        for count, result in enumerate(super().run(requests, **options)):
             time.sleep(0.01)
+            while count >= int(sys.argv[3]):  # nothing more ends before it is stopped
+                time.sleep(0.01)
+                options["on_step"]()
             yield result
 
 loading.load_llm = lambda *_: Slow()
@@ -500,17 +503,16 @@ main.app(["generate", "-m", "x", "--raw", "-i", sys.argv[1], "-o", sys.argv[2]])
 """
 
 
-def slow_run(source: Path, out: Path) -> subprocess.Popen[str]:
+def slow_run(source: Path, out: Path, most: int = 1000) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(out)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLOW, str(source), str(out), str(most)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def wait_for_lines(out: Path, count: int, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not out.exists() or out.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def wait_for_lines(out: Path, count: int) -> None:
+    wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") >= count)
 
 
 def test_killed_and_interrupted_runs_go_on(tmp_path: Path) -> None:
@@ -518,10 +520,10 @@ def test_killed_and_interrupted_runs_go_on(tmp_path: Path) -> None:
     source.write_text("".join(f'{{"id": {n}, "prompt": "p{n}"}}\n' for n in range(200)))
     ends = []
     for number, count in ((signal.SIGKILL, 20), (signal.SIGINT, 60)):
-        process = slow_run(source, out)
+        process = slow_run(source, out, most=50)
         wait_for_lines(out, count)
         os.kill(process.pid, number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
         ends.append(process.returncode)
         if number == signal.SIGINT:
             assert "stopped; the same command goes on from here" in said
@@ -529,7 +531,7 @@ def test_killed_and_interrupted_runs_go_on(tmp_path: Path) -> None:
         assert count <= out.read_bytes().count(b"\n") < 200
     assert ends == [-signal.SIGKILL, 130]
     process = slow_run(source, out)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "200 of 200 lines done, 0 failed" in said
     assert sorted(record["id"] for record in records(out)) == list(range(200))

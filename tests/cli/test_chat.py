@@ -11,8 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from rooftile.cli import chat
+from rooftile.cli.main import app
 from tests.cli.fakes import FakeLLM
 
 Run = Callable[..., Any]
@@ -79,6 +84,25 @@ def test_a_model_without_a_template_is_refused(llm: FakeLLM, rooftile: Run) -> N
     assert "some/base has no chat template" in result.stderr
 
 
+def test_ctrl_c_between_an_answer_and_the_prompt_ends_nothing(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed, before = iter(["one", "/nonsense", "two"]), signal.getsignal(signal.SIGINT)
+
+    def read(prompt: str) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    # While it says that /nonsense is no command.
+    monkeypatch.setattr(chat, "_note", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    app(["chat", "-m", "x"], standalone_mode=False)
+    assert llm.conversations[-1] == [user("one"), assistant("re: one"), user("two")]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 SLOW = """
 import time
 from tests.cli.fakes import FakeLLM
@@ -87,7 +111,7 @@ from rooftile.cli import loading, main
 class Slow(FakeLLM):
     def _words(self, prompt):
         words = self._output(prompt, 1)
-        for n in range(1, 2000):
+        for n in range(1, 100_000):
             words.outputs[0].text = "w " * n
             yield words
             time.sleep(0.01)
@@ -141,15 +165,15 @@ def _press_until(done: Callable[[float], object], terminal: int, key: bytes) -> 
     Python's input() shows its prompt a moment before it waits for keys and signals; what is pressed
     in between may be noticed with the next key only, which a person hardly ever meets.
     """
-    for seconds in (1, 2, 4, 8):
+    for seconds in (1, 2, 4, 8, 16, 32):
         os.write(terminal, key)
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             done(seconds)
             return
-    done(20)
+    done(60)
 
 
-def _read_until(terminal: int, wanted: bytes, seconds: float = 20) -> None:
+def _read_until(terminal: int, wanted: bytes, seconds: float = 120) -> None:
     seen = b""
     deadline = time.monotonic() + seconds
     while wanted not in seen:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rooftile.cli import loading
-from rooftile.cli.conversation import Message, ctrl_c_interrupts, has_template, stream_text
+from rooftile.cli.conversation import (
+    Message,
+    ctrl_c_interrupts,
+    ctrl_c_raises,
+    has_template,
+    stream_text,
+)
 from rooftile.cli.errors import print_error
 from rooftile.cli.options import AnswerOptions, EngineOptions, with_options
 
@@ -47,12 +53,14 @@ def chat(
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{engine.model} is ready. /help lists the commands, ctrl-D leaves.")
-    for line in _lines(interactive):
-        if line.startswith("/"):
-            if not conversation.command(line):
-                break
-        elif line:
-            conversation.say(line)
+    # At a terminal, ctrl-C between an answer and the prompt, or twice, must not end the conversation.
+    with ctrl_c_interrupts() if interactive else contextlib.nullcontext():
+        for line in _lines(interactive):
+            if line.startswith("/"):
+                if not conversation.command(line):
+                    break
+            elif line:
+                conversation.say(line)
 
 
 @dataclass
@@ -123,10 +131,13 @@ def _lines(interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  (gives input() line editing and a history)
     while True:
         try:
-            yield input("> ").strip()
+            with ctrl_c_raises():
+                line = input("> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
             _note("ctrl-D or /exit leaves")
+        else:
+            yield line.strip()

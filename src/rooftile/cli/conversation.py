@@ -42,6 +42,16 @@ def ctrl_c_interrupts() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Within `ctrl_c_interrupts`, the usual KeyboardInterrupt again, for what waits without an end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def stream_text(
     outputs: Iterable[RequestOutput], file: TextIO, interrupt: Interrupt | None = None
 ) -> RequestOutput:
