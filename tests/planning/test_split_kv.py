@@ -63,6 +63,18 @@ def test_every_query_and_visible_key_are_covered_once(batch: tuple[SplitSpec, Le
 
 @MANY
 @given(batch=batches())
+def test_every_cta_may_read_an_item_before_it_knows_whether_there_is_one(
+    batch: tuple[SplitSpec, Lengths],
+) -> None:
+    """kernels/gluon/paged/work.py: first_item, of which there may be as many as shares."""
+    spec, _ = batch
+    layout = Layout(spec)
+    assert layout.ctas + 2 * spec.num_ctas <= layout.merges
+    assert layout.items + len(Item._fields) * spec.num_ctas <= layout.size
+
+
+@MANY
+@given(batch=batches())
 def test_tiles_wholly_outside_the_window_are_not_planned(batch: tuple[SplitSpec, Lengths]) -> None:
     spec, lengths = batch
     for item in items_of(planned(spec, lengths)):

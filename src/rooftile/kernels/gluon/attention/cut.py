@@ -9,6 +9,8 @@ from rooftile.kernels.gluon.attention.config import Config, shares_of
 from rooftile.kernels.gluon.counter import MOST_COUNTERS
 from rooftile.planning.key_shares import WORDS, Shares
 
+_in_graphs: list[Tensor] = []  # tables that CUDA graphs read, which may be replayed at any time
+
 
 class Cut:
     """The items of a kind of call, and where its parts go."""
@@ -18,6 +20,8 @@ class Cut:
         self._words, num_parts = shares.table()
         self._device = device
         self._items: Tensor | None = None  # once somebody has asked
+        self._stream = 0  # that it was made on
+        self._in_graph = False
         one = torch.empty(1, dtype=torch.float32, device=device)
         self._like_parts = one.expand(num_parts, config.tile_rows, 1 + config.dim)
 
@@ -31,16 +35,25 @@ class Cut:
             head, n = divmod(self._words[at], tiles)
             self._words[at] = n * heads + head
 
-    def items(self) -> Tensor | None:  # [places, WORDS] int32
+    def items(self) -> Tensor | None:  # [places * WORDS] int32
         """The table on the device; None where it would have to be copied while a graph is captured."""
-        if self._items is None:
-            if self._device.type == "cuda":
-                if torch.cuda.is_current_stream_capturing():
-                    return None
-                self._items = torch.tensor(self._words, dtype=torch.int32).to(self._device)
-                torch.cuda.current_stream(self._device).synchronize()  # other streams use it too
-            else:
+        if self._device.type != "cuda":
+            if self._items is None:
                 self._items = torch.tensor(self._words, dtype=torch.int32)
+            return self._items
+        capturing = torch.cuda.is_current_stream_capturing()
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if self._items is None:
+            if capturing:
+                return None
+            self._items = torch.tensor(self._words, dtype=torch.int32).to(self._device)
+            self._stream = stream
+            torch.cuda.current_stream(self._device).synchronize()  # other streams use it too
+        elif capturing and not self._in_graph:  # which outlives what is known of this kind of call
+            _in_graphs.append(self._items)
+            self._in_graph = True
+        elif stream != self._stream and not capturing:
+            self._items.record_stream(torch.cuda.current_stream(self._device))
         return self._items
 
     def new_parts(self) -> Tensor:  # [parts, tile_rows, 1 + dim] float32
