@@ -118,9 +118,11 @@ class PackedWeight:
     """A weight of a linear layer in the layout that its kernel reads.
 
     format: "dense" (`tensors["weight"]` is [out_features, in_features]) or a packed format that
-    `ops.linear` lists; `shape` is always the logical (out_features, in_features).
+    `ops.packed_weight` lists; `shape` is always the logical (out_features, in_features).
     """
 
     format: str
     tensors: dict[str, Tensor] = field(repr=False)
     shape: tuple[int, int]
+    # Set by the first operator that takes it (`ops.packed_weight.check_packed`).
+    is_checked: bool = field(default=False, init=False, repr=False, compare=False)

@@ -7,8 +7,9 @@ import torch
 
 from rooftile.kernels.cpu import library
 from rooftile.models.native import NativeStep
-from rooftile.ops.linear import linear, pack, unpack
+from rooftile.ops.linear import linear
 from rooftile.ops.norm import rms_norm
+from rooftile.ops.packed_weight import pack, unpack
 from rooftile.ops.sampling import SamplingTensors, sample
 from tests.kernels.test_cpu_attention import LEVELS
 from tests.models.test_native import FEATURES, make, results

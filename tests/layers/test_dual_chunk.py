@@ -13,7 +13,7 @@ from rooftile.layers.attention import LayerKV
 from rooftile.layers.dual_chunk import DualChunkAttentionLayer
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.ops.dual_chunk_rotary import DualChunkConfig
-from rooftile.ops.linear import pack
+from rooftile.ops.packed_weight import pack
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from rooftile.types import PagedBatch

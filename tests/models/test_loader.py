@@ -14,7 +14,7 @@ from rooftile.models import resolve as resolving
 from rooftile.models.config import AttentionSpec, DecoderConfig, LayerSpec, MlpSpec
 from rooftile.models.loader import default_dtype, load_model
 from rooftile.models.random_weights import PERIOD, RandomWeights
-from rooftile.ops.linear import best_format
+from rooftile.ops.packed_weight import best_format
 from tests.models import hugging_face
 from tests.models.paged import PagedRunner
 

@@ -114,7 +114,7 @@ def test_is_nearer_to_float32_than_the_decoder(name: str, dtype: torch.dtype) ->
 
 def _copy_weights(to: Decoder, source: Decoder) -> None:
     """Give a float32 decoder the exact values of a 16-bit one of the same shape."""
-    from rooftile.ops.linear import pack, unpack
+    from rooftile.ops.packed_weight import pack, unpack
 
     to.embedding.weight.copy_(source.embedding.weight)  # type: ignore[union-attr, arg-type]
     pairs = [(to.head.linear, source.head.linear)]

@@ -14,7 +14,8 @@ from torch import Tensor
 from rooftile.kernels.reference.gemm import ACTIVATIONS, is_gated
 from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.ops.gemm import MATMUL, matmul
-from rooftile.ops.linear import linear, pack, unpack
+from rooftile.ops.linear import linear
+from rooftile.ops.packed_weight import pack, unpack
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -25,7 +26,8 @@ from rooftile.kernels.gluon.gemm.plan import plan_of
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.gluon.launch import multiprocessors
 from rooftile.planning.stream_k import Product
-from rooftile.planning.stream_k_cost import STREAMED, candidates
+from rooftile.planning.stream_k import STREAMED
+from rooftile.planning.stream_k_choice import candidates
 
 pytestmark = [
     pytest.mark.gpu,

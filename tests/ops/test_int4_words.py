@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rooftile.kernels.reference import int4_words
 from rooftile.ops.gemm import matmul
-from rooftile.ops.linear import linear, pack, unpack
+from rooftile.ops.linear import linear
+from rooftile.ops.packed_weight import pack, unpack
 from rooftile.types import PackedWeight
 
 

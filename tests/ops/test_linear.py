@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftile.kernels.cpu import library
-from rooftile.ops.linear import FORMATS, LINEAR, LinearCall, best_format, linear, pack, unpack
+from rooftile.ops.linear import LINEAR, LinearCall, linear
+from rooftile.ops.packed_weight import FORMATS, best_format, pack, unpack
 from rooftile.types import PackedWeight
 from tests.ops.accuracy import opcheck
 

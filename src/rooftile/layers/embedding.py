@@ -10,6 +10,7 @@ from rooftile.distributed.group import ParallelGroup
 from rooftile.kernels.cpu.weights import embed
 from rooftile.layers.linear import Linear
 from rooftile.ops.operator import exactly
+from rooftile.ops.packed_weight import check_packed
 from rooftile.types import PackedWeight
 
 
@@ -30,6 +31,7 @@ class PackedEmbedding:
     """The same over a packed weight, whose rows come out in `dtype`."""
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
+        check_packed("PackedEmbedding", "weight", weight)
         self.weight = weight  # [vocab, hidden]
         self.dtype = dtype
         self.scale = float(torch.tensor(scale, dtype=dtype))

@@ -8,6 +8,7 @@ from rooftile.distributed.group import ParallelGroup
 from rooftile.layers.norm import RMSNorm
 from rooftile.ops.linear import LINEAR
 from rooftile.ops.normed_linear import NORMED_LINEAR
+from rooftile.ops.packed_weight import check_packed
 from rooftile.types import PackedWeight
 
 
@@ -19,6 +20,7 @@ class Linear:
     """y = x W^T + b. With this rank's rows of W it is a column-parallel layer: nothing else changes."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        check_packed("Linear", "weight", weight)
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
         self._tensors = list(weight.tensors.values())
@@ -43,6 +45,7 @@ class RowParallelLinear:
     """y = sum over ranks of x_r W_r^T, + b: each rank holds some columns of W, and all of b."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, group: ParallelGroup) -> None:
+        check_packed("RowParallelLinear", "weight", weight)
         self.weight = weight  # [out, in of this rank]
         self.bias = bias  # [out]
         self.group = group

@@ -31,7 +31,7 @@ from rooftile.models.config import (
 from rooftile.models.decoder import Decoder, DecoderLayer
 from rooftile.models.packing import Formats, choose_formats, read_packed
 from rooftile.models.weights import LAMBDAS, WHOLE, WeightSource, weight_shapes
-from rooftile.ops.linear import pack
+from rooftile.ops.packed_weight import pack
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table
 from rooftile.types import PackedWeight
 

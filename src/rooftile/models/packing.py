@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile.kernels.cpu import weights as native
 from rooftile.models.weights import WHOLE, BlockSource, WeightSource
-from rooftile.ops.linear import FORMATS, best_format, pack
+from rooftile.ops.packed_weight import FORMATS, best_format, pack
 from rooftile.types import PackedWeight
 
 QUANTIZATIONS = ("none", "int8", "int4")

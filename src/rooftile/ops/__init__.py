@@ -15,11 +15,12 @@ from rooftile.ops.dual_chunk import (
 from rooftile.ops.dual_chunk_rotary import DualChunkConfig, dual_chunk_rotary_embedding
 from rooftile.ops.gemm import matmul
 from rooftile.ops.grouped_linear import grouped_linear
-from rooftile.ops.linear import FORMATS, best_format, linear, pack, unpack
+from rooftile.ops.linear import linear
 from rooftile.ops.merge import merge_attention_states
 from rooftile.ops.modifiers import mask_mod, score_mod
 from rooftile.ops.norm import rms_norm
 from rooftile.ops.operator import OPERATORS
+from rooftile.ops.packed_weight import FORMATS, best_format, pack, unpack
 from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
 from rooftile.ops.prefixes import find_prefixes
 from rooftile.ops.rope import rotary_embedding

@@ -20,6 +20,7 @@ from rooftile.ops.check import (
     require,
 )
 from rooftile.ops.operator import Operator
+from rooftile.ops.packed_weight import check_packed
 from rooftile.types import PackedWeight
 
 FP8 = torch.float8_e4m3fn
@@ -38,7 +39,7 @@ class MatmulCall:
     n: int
     k: int
     a_layout: str  # "row", "column" or "strided": which dimension is contiguous
-    b_layout: str  # or "int4_words": codes of ops.linear's format of this name
+    b_layout: str  # or "int4_words": codes of the packed format of this name
     activation: str
     has_bias: bool
     has_residual: bool
@@ -65,7 +66,7 @@ def matmul(
         "_and_mul": the first n / 2 columns are a gate, activated and multiplied with the others,
         so the result is [..., m, n / 2].
     out_dtype: a's dtype where left out, bfloat16 where a is fp8. Sums are float32 or wider.
-    b: a weight that `pack(weight, "int4_words")` made (ops/linear.py) is a matrix, too: [k, n] with its
+    b: a weight that `pack(weight, "int4_words")` made (ops/packed_weight.py) is a matrix, too: [k, n] with its
         (in_features, out_features). Its values are dequantised in registers.
     scale_a, scale_b: of a whole matrix or of its rows (of a) and columns (of b); both matrices are
         float8_e4m3fn where scales are given, and only then.
@@ -154,6 +155,7 @@ def _codes(
         scale_a is None and scale_b is None,
         lambda: f"{name}: scales are given with a packed weight, which has its own; leave them out",
     )
+    check_packed(name, "b", b)
     return b.tensors["weight"].T, b.tensors["scale"]
 
 

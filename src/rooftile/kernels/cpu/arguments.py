@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.cpu import library
+from rooftile.kernels.cpu.arena import ALIGNMENT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMATS = {"tiled": 0, "int8": 2, "int8_blocks": 3, "int4": 4}
@@ -151,6 +152,11 @@ class Sampling(ctypes.Structure):
 def weight(format: str, tensors: list[Tensor], rows: int, columns: int) -> Weight:
     """A packed weight; the tensors must outlive it."""
     data = tensors[0]
+    if data.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"the memory of a {format} weight begins at {data.data_ptr():#x}, but must begin at a multiple "
+            f"of {ALIGNMENT} bytes; clone it"
+        )
     number = FORMATS[format] + (format == "tiled" and data.dtype == torch.bfloat16)
     scales = tensors[1].data_ptr() if len(tensors) > 1 else None
     return Weight(data.data_ptr(), scales, None, rows, columns, number)

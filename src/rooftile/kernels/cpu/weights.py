@@ -32,26 +32,30 @@ def refusal(format: str, device: str, dtype: torch.dtype) -> str | None:
     return library.refusal()
 
 
-def empty(format: str, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a packed weight, to be filled by `put_rows` or `put_blocks`."""
+def layout(
+    format: str, rows: int, columns: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of a packed weight's tensors; dtype: of the values, where they are kept."""
     tiles, groups = -(-rows // TILE), -(-columns // GROUP)
     if format == "tiled" and dtype == torch.bfloat16:
-        tensors = {"weight": allocate((tiles, groups * GROUP // 2, TILE, 2), dtype)}
-    elif format == "tiled":
-        tensors = {"weight": allocate((tiles, groups * GROUP, TILE), dtype)}
-    elif format == "int4":
-        tensors = {
-            "weight": allocate((tiles, groups, 4, TILE, 4), torch.uint8),
-            "scale": allocate((tiles, groups, 2, TILE), torch.float16),
+        return {"weight": ((tiles, groups * GROUP // 2, TILE, 2), dtype)}
+    if format == "tiled":
+        return {"weight": ((tiles, groups * GROUP, TILE), torch.float32)}
+    if format == "int4":
+        return {
+            "weight": ((tiles, groups, 4, TILE, 4), torch.uint8),
+            "scale": ((tiles, groups, 2, TILE), torch.float16),
         }
-    else:
-        shape, scale_dtype = ((tiles, TILE), torch.float32)
-        if format == "int8_blocks":
-            shape, scale_dtype = (tiles, groups, TILE), torch.float16  # type: ignore[assignment]
-        tensors = {
-            "weight": allocate((tiles, groups * GROUP // 4, TILE, 4), torch.uint8),
-            "scale": allocate(shape, scale_dtype),
-        }
+    data = ((tiles, groups * GROUP // 4, TILE, 4), torch.uint8)
+    if format == "int8_blocks":
+        return {"weight": data, "scale": ((tiles, groups, TILE), torch.float16)}
+    return {"weight": data, "scale": ((tiles, TILE), torch.float32)}
+
+
+def empty(format: str, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a packed weight, to be filled by `put_rows` or `put_blocks`."""
+    described = layout(format, rows, columns, dtype)
+    tensors = {name: allocate(shape, kind) for name, (shape, kind) in described.items()}
     if rows % TILE:  # the last tile's other rows are computed, and must not be noise
         for tensor in tensors.values():
             tensor[-1].zero_()

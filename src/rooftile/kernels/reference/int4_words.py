@@ -20,6 +20,15 @@ _ZERO = 8  # the code of 0
 _TRIED = (1.0, 0.96, 0.92, 0.88, 0.84, 8 / 7, 8 / 7.5)
 
 
+def layout(n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what `pack` makes of a weight [n, k]."""
+    blocks = -(-k // BLOCK)
+    return {
+        "weight": ((n, blocks * BLOCK // 8), torch.int32),
+        "scale": ((n, blocks * BLOCK // GROUP), torch.bfloat16),
+    }
+
+
 def pack(weight: Tensor) -> dict[str, Tensor]:  # [n, k]
     """weight: words [n, k / 8] int32, scale: [n, k / 32] bfloat16; k padded to a multiple of 128.
 
