@@ -116,6 +116,7 @@ def attention_varlen(
             cu_seqlens_q.stride(),
             cu_seqlens_k.stride(),
             max_q_len,
+            max_kv_len,
             sink is None,
             slopes is None,
             options,

@@ -84,7 +84,7 @@ def paged_attention(
     options = (left, right, softcap, scale, sink is None, config, chunk_len, *split)
     kind = (
         *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
-        *(v_pages.shape, v_pages.stride(), page_table.stride(0), options),
+        *(k_pages.dtype, v_pages.shape, v_pages.stride(), page_table.stride(0), options),
     )
     run = _runs.get(kind)
     if run is None:
