@@ -139,6 +139,26 @@ def test_ragged(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_longer_keys_under_the_same_shapes(family: str) -> None:
+    """Few queries over many keys follow a plan, whose page table is as wide as the bound on the keys."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (random(g, torch.bfloat16, n, h, 128) for n, h in ((8, 4), (9000, 2), (9000, 2)))
+    cu_q = torch.tensor([0, 4, 8], device="cuda")
+    for lengths in ((250, 60), (5000, 4000), (1, 8999)):
+        cu_k = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        bounds = {"max_q_len": 4, "max_kv_len": max(256, *lengths)}
+        got, exact, plain = (
+            attention_varlen(*x, cu_q, cu_k, **bounds, causal=True, return_lse=True, kernel=kernel)
+            for x, kernel in (
+                ((q, k, v), family),
+                ((q.double(), k.double(), v.double()), "reference"),
+                ((q, k, v), "reference"),
+            )
+        )
+        assert_close(got, exact, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_graph_replay_and_same_bits(family: str) -> None:
     q, k, v = (torch.randn(2, 700, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     eager = attention(q, k, v, causal=True, kernel=family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.attention import attention, attention_varlen
+from rooftile.ops.attention import _CHECKED, attention, attention_varlen
 from tests.ops.test_attention_gpu import assert_close, random
 
 pytestmark = [
@@ -107,6 +108,28 @@ def test_graphs_and_streams(dims: tuple[int, int], causal: bool) -> None:
                 got[i] = attention(*calls[i], causal=causal, kernel="gluon")
         torch.cuda.synchronize()
         assert all(map(torch.equal, got, want))
+
+
+def test_a_graph_keeps_what_is_forgotten_of_its_calls() -> None:
+    from rooftile.kernels.gluon.attention import forward
+
+    tensors = call(0, (512, 6000), (4, 2), (128, 128))
+    want = attention(*tensors, kernel="gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attention(*tensors, kernel="gluon")
+    forward._dense.clear()
+    _CHECKED._found.clear()
+    gc.collect()
+    others = [
+        torch.full((n,), 10**6, device="cuda", dtype=torch.int32) for n in range(64, 8192, 64)
+    ]
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+    del others
 
 
 def test_a_kind_that_is_first_called_while_a_graph_is_captured() -> None:
