@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from rooftile.bench import contenders
 from rooftile.bench.contenders import Transformers, peer_types
+from rooftile.bench.start_up import start_up
 from rooftile.bench.workloads import Request
 
 
@@ -28,6 +30,24 @@ def test_an_absent_peer_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import then raises ImportError
     with pytest.raises(ValueError, match="not installed: pip install 'rooftile"):
         Transformers("demo")
+
+
+def test_what_is_missing_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {"transformers"}
+    monkeypatch.setattr(contenders, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs accelerate: pip install .*\[peers\]"):
+        contenders.check_installed([Transformers])
+    with pytest.raises(ModuleNotFoundError, match=r"openvino and openvino_genai.*\[cpu-peers\]"):
+        contenders.check_installed(peer_types("openvino"))
+    there.add("accelerate")
+    contenders.check_installed([Transformers])
+
+
+def test_a_process_that_refuses_says_why_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^rooftile: model 'no-such-model': no such file"):
+        start_up("rooftile", "no-such-model", {}, 1)
 
 
 @pytest.fixture

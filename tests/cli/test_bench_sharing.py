@@ -53,3 +53,9 @@ def test_the_command_refuses(rooftile: Run, arguments: list[str], code: int, sai
     result = rooftile("bench", "sharing", "-m", "no-such-model.gguf", *arguments)
     assert result.exit_code == code
     assert said in result.stderr
+
+
+def test_quality_measures_every_quantization_and_takes_none(rooftile: Run) -> None:
+    result = rooftile("bench", "quality", "-m", "demo", "--quantization", "int8")
+    assert result.exit_code == 1
+    assert "leave out --quantization" in result.stderr

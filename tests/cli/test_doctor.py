@@ -42,6 +42,27 @@ def test_text(rooftile: Run) -> None:
     assert "has no softcap" in result.stdout
 
 
+def test_nothing_is_cut_in_80_columns(monkeypatch: Any) -> None:
+    from rich.console import Console
+
+    from rooftile.cli import doctor
+
+    table, _ = doctor._table(kernel_table(["cpu"]))
+    console = Console(width=80, force_terminal=True, no_color=True, record=True, quiet=True)
+    console.quiet = False
+    with console.capture() as shown:
+        console.print(table)
+    assert "differential_attention_varlen" in shown.get()
+    assert "window 4096" in shown.get()
+    assert "\u2026\n" not in shown.get()
+
+
+def test_in_a_pipe_each_row_is_one_line(rooftile: Run) -> None:
+    lines = rooftile("doctor", COLUMNS="80").stdout.splitlines()
+    (row,) = [line for line in lines if line.strip().startswith("attention_varlen_mods")]
+    assert "bf16 h32/8 d128 causal" in row
+
+
 def test_json(rooftile: Run) -> None:
     report = json.loads(rooftile("doctor", "--json").stdout)
     assert report["versions"]["torch"] == torch.__version__

@@ -205,7 +205,7 @@ def test_every_engine_option_arrives(llm: FakeLLM, rooftile: Run) -> None:
     assert (options.model, options.dtype, options.device) == ("some/model", "float32", "cpu")
     assert (options.page_size, options.max_num_seqs, options.max_num_batched_tokens) == (8, 3, 64)
     assert (options.max_model_len, options.num_pages, options.kv_memory_share) == (99, 12, 0.1)
-    assert (options.prefix_cache, options.random_weights) == (False, True)
+    assert (options.no_prefix_cache, options.random_weights) == (True, True)
 
 
 def test_a_bad_parameter_is_one_line_before_any_loading(llm: FakeLLM, rooftile: Run) -> None:
@@ -266,3 +266,11 @@ def test_a_closed_pipe_ends_quietly() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=30) == 1
+
+
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_what_plain_text_does_not_show_is_refused(llm: FakeLLM, rooftile: Run, option: str) -> None:
+    result = rooftile("generate", "-m", "x", option, "2", "p")
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert "--json" in result.stderr

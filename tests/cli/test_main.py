@@ -41,6 +41,29 @@ def test_the_module_is_the_command_and_tells_its_version() -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+COMMANDS = [
+    *([], ["generate"], ["chat"], ["serve"], ["demo"], ["doctor"], ["explain"], ["compile"]),
+    *(["bench", *rest] for rest in ([], ["engine"], ["ops"], ["sharing"], ["serve"], ["quality"])),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_80_columns_uncut(rooftile: Run, command: list[str]) -> None:
+    shown = rooftile(*command, "--help", COLUMNS="80").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown  # what rich writes where it cuts
+    if "Engine ─" in shown:
+        assert "--max-num-batched-tokens" in shown
+
+
+def test_paragraphs_of_help_wrap_where_the_terminal_ends(rooftile: Run) -> None:
+    shown = rooftile("bench", "sharing", "--help", COLUMNS="80").stdout
+    lines = [line.strip() for line in shown.splitlines()]
+    first = lines.index(next(line for line in lines if line.startswith("Prompts are English")))
+    text = lines[first : lines.index("", first)]
+    assert all(len(line) > 60 for line in text[:-1])
+
+
 def test_every_command_is_listed(rooftile: Run) -> None:
     result = rooftile("--help")
     for command in ("generate", "chat", "demo", "doctor", "bench"):
@@ -91,13 +114,14 @@ def test_loading_hands_every_option_to_the_engine(monkeypatch: pytest.MonkeyPatc
         model="bench:qwen3-0.6b", dtype="float32", device="cpu", page_size=8, max_num_seqs=3,
         max_num_batched_tokens=64, max_model_len=99, num_pages=12, kv_memory_share=0.1,
         dual_chunk="chunk_size=64,local_size=16",
-        prefix_cache=False, random_weights=True,
+        no_prefix_cache=True, random_weights=True,
     )  # fmt: skip
     loading.load_llm(options, seed=5)
     assert seen["model"].endswith("qwen3-0.6b")
     for name in EngineOptions.__dataclass_fields__:
-        if name != "model":
+        if name not in ("model", "no_prefix_cache"):
             assert seen[name] == getattr(options, name)
+    assert seen["prefix_cache"] is False
     assert seen["seed"] == 5
     EngineConfig(**seen)  # the engine knows every one of them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rooftile.bench.other_engines import LlamaCpp, OpenVino
@@ -51,6 +52,7 @@ class Transformers:
     """
 
     name = "transformers"
+    packages, extra = ("transformers", "accelerate"), "peers"  # the second reads GGUF files
     batch = 32
 
     def __init__(self, model: str, random_weights: bool = False, device: str = "cpu") -> None:
@@ -141,3 +143,18 @@ def peer_types(names: str) -> list[Peer]:
         if name not in PEERS:
             raise ValueError(f"there is no peer {name!r}; choose from {', '.join(PEERS)}")
     return [PEERS[name] for name in chosen]
+
+
+def check_installed(peers: Sequence[Peer]) -> None:
+    """Before anything slow.
+
+    Raises:
+        ModuleNotFoundError: a peer that is not there, with what installs it.
+    """
+    for peer in peers:
+        missing = [package for package in peer.packages if find_spec(package) is None]
+        if missing:
+            raise ModuleNotFoundError(
+                f"the peer {peer.name!r} needs {' and '.join(missing)}: "
+                f"pip install 'rooftile[{peer.extra}]'"
+            )

@@ -33,6 +33,7 @@ class LlamaCpp:
     """llama.cpp through llama-cpp-python: batches of up to 32 sequences, greedy, the file's weights."""
 
     name = "llama-cpp"
+    packages, extra = ("llama_cpp",), "cpu-peers"
     batch = 32
     batch_tokens = 2048
 
@@ -129,6 +130,7 @@ class OpenVino:
     """OpenVINO GenAI's continuous batching, greedy, the file's weights (as 4 bits, 8 or 16)."""
 
     name = "openvino"
+    packages, extra = ("openvino", "openvino_genai"), "cpu-peers"
 
     def __init__(self, model: str, random_weights: bool = False) -> None:
         path = _gguf(self.name, model, random_weights)

@@ -16,6 +16,7 @@ from rooftile.bench.workloads import Request
 
 # Requests after the first answer, so that the memory is that of work.
 REQUESTS, PROMPT, NEW = 32, 32, 32
+REFUSED = "refused: "  # how a process says why it cannot
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def start_up(contender: str, model: str, options: dict[str, Any], threads: int) 
     """Start one contender in a process of its own. options: of Rooftile's engine.
 
     Raises:
+        ValueError: it refused the model or the options, or something is not installed.
         RuntimeError: it failed; with the end of what it said.
     """
     task = {"contender": contender, "model": model, "options": options, "threads": threads}
@@ -43,6 +45,9 @@ def start_up(contender: str, model: str, options: dict[str, Any], threads: int) 
     assert process.stdout is not None
     seconds = None
     for line in process.stdout:
+        if line.startswith(REFUSED):
+            process.communicate()
+            raise ValueError(f"{contender}: {line[len(REFUSED) :].strip()}")
         if line.strip() == "answered":
             seconds = time.perf_counter() - began
             break
@@ -79,4 +84,8 @@ def _main(task: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    try:
+        _main(json.loads(sys.argv[1]))
+    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError) as error:
+        print(REFUSED + " ".join(str(error).split()), flush=True)
+        sys.exit(1)

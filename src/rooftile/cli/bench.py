@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.bench.contenders import Contender, Engine, Transformers, peer_types
+from rooftile.bench.contenders import (
+    Contender,
+    Engine,
+    Transformers,
+    check_installed,
+    peer_types,
+)
 from rooftile.bench.workloads import Request, Workload, select
 from rooftile.cli import loading
 from rooftile.cli.bench_ops import bench_ops
 from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
+from rooftile.cli.commands import add_command
 from rooftile.cli.options import EngineOptions, with_options
-from rooftile.cli.tables import print_whole
+from rooftile.cli.tables import print_whole, text_console
 from rooftile.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -43,13 +50,6 @@ def bench() -> None:
     """
 
 
-bench_app.command("ops")(bench_ops)
-bench_app.command("sharing")(bench_sharing)
-bench_app.command("serve")(bench_serve)
-bench_app.command("quality")(bench_quality)
-
-
-@bench_app.command("engine")
 @with_options(engine=EngineOptions)
 def bench_engine(
     engine: EngineOptions,
@@ -89,7 +89,8 @@ def bench_engine(
         ),
     ] = True,
     save: Annotated[
-        bool, typer.Option("--save", help="Append to benchmarks/results/<machine>/engine.jsonl.")
+        bool,
+        typer.Option("--save", help="Append to benchmarks/results/ (engine.jsonl, by machine)."),
     ] = False,
     output: Annotated[
         Path | None,
@@ -108,6 +109,7 @@ def bench_engine(
     on_gpu = EngineConfig.build(engine.model, device=engine.device).device_type == "cuda"
     chosen = select(workload or ["gpu" if on_gpu else "cpu"])
     rivals = peer_types(peers)
+    check_installed(rivals)
     if on_gpu and any(rival is not Transformers for rival in rivals):
         raise ValueError("on a GPU the only peer is transformers; or measure with --device cpu")
     if repeats < 1:
@@ -118,7 +120,6 @@ def bench_engine(
         )
 
     import torch
-    from rich.console import Console
 
     from rooftile.bench.host import host
     from rooftile.bench.measure import measure
@@ -127,7 +128,7 @@ def bench_engine(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    console, machine = Console(highlight=False), host()
+    console, machine = text_console(), host()
     if save:
         check_writable(machine, output or DIRECTORY)
     model = resolve_model(engine.model, engine.random_weights)
@@ -148,8 +149,7 @@ def bench_engine(
         where = torch.cuda.get_device_name()
     console.print(
         f"{llm.model_name} on {where}: tokens per second, median of {repeats} (lowest to highest); "
-        f"KV memory holds {llm.stats().kv_tokens} tokens",
-        soft_wrap=True,
+        f"KV memory holds {llm.stats().kv_tokens} tokens"
     )
     table = _table([contender.name for contender in contenders])
     for one in chosen:
@@ -178,15 +178,13 @@ def _start_ups(
     console: Console, names: list[str], model: str, engine: EngineOptions
 ) -> dict[str, StartUp]:
     """Of each engine, one after the other, shown in a table."""
-    from dataclasses import asdict
-
     import torch
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from rooftile.bench.start_up import start_up
 
-    options = {name: value for name, value in asdict(engine).items() if name != "model"}
+    options = {name: value for name, value in engine.settings().items() if name != "model"}
     table = Table(box=SIMPLE_HEAD)
     for column in ("engine", "seconds to the first token", "peak MB"):
         table.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
@@ -284,3 +282,10 @@ def _result(
         start_up_seconds={name: start.seconds for name, start in starts.items()},
         peak_bytes={name: start.peak_bytes for name, start in starts.items()},
     )
+
+
+add_command(bench_app, bench_engine, "engine")
+add_command(bench_app, bench_ops, "ops")
+add_command(bench_app, bench_sharing, "sharing")
+add_command(bench_app, bench_serve, "serve")
+add_command(bench_app, bench_quality, "quality")

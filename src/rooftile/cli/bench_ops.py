@@ -61,7 +61,7 @@ def bench_ops(
         typer.Option(metavar="FILE", help="Draw the results as bars (png, svg, pdf)."),
     ] = None,
     save: Annotated[
-        bool, typer.Option("--save", help="Append to benchmarks/results/<machine>/.")
+        bool, typer.Option("--save", help="Append to benchmarks/results/, by machine.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -81,13 +81,12 @@ def bench_ops(
         raise ValueError(f"seconds is {seconds}; it must be above 0")
 
     import torch
-    from rich.console import Console
 
     from rooftile.bench.host import host
     from rooftile.bench.ops.registry import suite_of
     from rooftile.bench.ops.run import measure
     from rooftile.bench.results import DIRECTORY, append, check_writable
-    from rooftile.cli.tables import print_whole
+    from rooftile.cli.tables import print_whole, text_console
     from rooftile.planning.hardware import MACHINES
 
     suite = suite_of(operator)
@@ -103,7 +102,7 @@ def bench_ops(
 
         check_plot(plot)  # says what is missing before anything is measured
     default = suite.gpu if where.type == "cuda" else suite.cpu
-    console, machine = Console(highlight=False), host()
+    console, machine = text_console(), host()
     if save:
         check_writable(machine, output or DIRECTORY)
     known = MACHINES.get(machine.slug) if bool(machine.gpus) == (where.type == "cuda") else None
@@ -121,9 +120,7 @@ def bench_ops(
             )  # fmt: skip
         results.append(measured)
         for name, reason in measured.absent.items():
-            console.print(
-                f"{case}: no {name}: {reason}", style="yellow", markup=False, soft_wrap=True
-            )
+            console.print(f"{case}: no {name}: {reason}", style="yellow", markup=False)
         for row in measured.rows if save else ():
             path = append(row, machine, output or DIRECTORY)
     name = machine.gpus[0].name if where.type == "cuda" else machine.processor
@@ -131,8 +128,7 @@ def bench_ops(
     if rows:
         console.print(
             f"{operator}, {dtype}, {name}; microseconds are medians; largest error against float64: "
-            f"{max(row.error for row in rows):.1e}",
-            soft_wrap=True,
+            f"{max(row.error for row in rows):.1e}"
         )
         if bandwidth is not None:
             console.print(f"reading alone, 4 GiB in this run: {bandwidth / 1e12:.2f} TB/s")

@@ -10,7 +10,7 @@ import typer
 
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions, with_options
-from rooftile.cli.tables import print_whole
+from rooftile.cli.tables import print_whole, text_console
 
 
 @with_options(engine=EngineOptions)
@@ -28,12 +28,13 @@ def bench_quality(
     The text is Python's own documentation, the same on every machine with the same Python.
     """
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     from rooftile.bench.quality import loss, reference_text, windows
     from rooftile.models.packing import QUANTIZATIONS
 
+    if engine.quantization != "none":
+        raise ValueError("quality measures every quantization in turn; leave out --quantization")
     content = reference_text() if text is None else text.read_text(encoding="utf-8")
     table = Table(box=SIMPLE_HEAD)
     for name in ("weights", "loss", "above the first"):
@@ -47,6 +48,6 @@ def bench_quality(
         found = loss(llm, list(windows(ids, tokens, min(window, tokens))))
         first = found if first is None else first
         table.add_row(quantization, f"{found:.4f}", f"{found / first - 1:+.2%}")
-    console = Console(highlight=False)
+    console = text_console()
     print_whole(console, table)
     console.print(f"{tokens} tokens in windows of {window}; loss in nats a token", style="dim")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.cli.tables import print_whole
+from rooftile.cli.tables import print_whole, text_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,7 +90,7 @@ def bench_serve(
         seed=seed,
         timeout=timeout,
     )
-    console = Console(highlight=False)
+    console = text_console()
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
 
     async def measure() -> tuple[str, list[Record]]:

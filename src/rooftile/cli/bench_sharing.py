@@ -10,7 +10,7 @@ import typer
 from rooftile.bench import sharing
 from rooftile.cli import loading
 from rooftile.cli.options import EngineOptions, with_options
-from rooftile.cli.tables import print_whole
+from rooftile.cli.tables import print_whole, text_console
 
 
 @with_options(engine=EngineOptions)
@@ -29,7 +29,8 @@ def bench_sharing(
         str, typer.Option(metavar="N,N,...", help="Samples, and beams, of a prompt.")
     ] = "2,4,6",
     save: Annotated[
-        bool, typer.Option("--save", help="Append to benchmarks/results/<machine>/sharing.jsonl.")
+        bool,
+        typer.Option("--save", help="Append to benchmarks/results/ (sharing.jsonl, by machine)."),
     ] = False,
     output: Annotated[
         Path | None,
@@ -47,13 +48,12 @@ def bench_sharing(
     several = _counts(counts)
 
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     from rooftile.bench.host import host
     from rooftile.bench.results import DIRECTORY, SharingResult, append, check_writable
 
-    console, machine = Console(highlight=False), host()
+    console, machine = text_console(), host()
     if save:
         check_writable(machine, output or DIRECTORY)
     llm = loading.load_llm(engine)
@@ -89,8 +89,7 @@ def bench_sharing(
                     )
                     path = append(result, machine, output or DIRECTORY)
     console.print(
-        f"{llm.model_name}, pages of {engine.page_size} tokens, {num_prompts} prompts at once",
-        soft_wrap=True,
+        f"{llm.model_name}, pages of {engine.page_size} tokens, {num_prompts} {'prompt' if num_prompts == 1 else 'prompts'} at once"
     )
     print_whole(console, table)
     if save:

@@ -44,10 +44,10 @@ def compile_kernels(
         raise ValueError(f"dtype is {dtype!r}; choose bf16 or fp16")
 
     import torch
-    from rich.console import Console
 
     from rooftile.bench.ops.registry import suite_of
     from rooftile.bench.results import check_directory
+    from rooftile.cli.tables import text_console
     from rooftile.kernels.offline import offline, target_of
 
     suite, kind = suite_of(operator), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -68,7 +68,7 @@ def compile_kernels(
     if not names:
         raise ValueError(f"cases is {cases!r}; name a group or a case")
     check_directory(output)
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     compiled = found = 0
     seconds = 0.0
     with offline(target, output.resolve()) as built:

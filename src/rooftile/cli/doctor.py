@@ -33,16 +33,19 @@ def doctor(
         print(json.dumps(report, indent=2))
         return
 
-    from rich.console import Console
+    from rooftile.cli.tables import print_whole, text_console
 
-    console = Console(highlight=False)
+    console = text_console()
     console.print("[bold]Versions[/]")
     console.print("  " + " · ".join(f"{name} {version}" for name, version in versions().items()))
     console.print("[bold]Machine[/]")
     for line in _machine_lines(machine):
         console.print(f"  {line}", markup=False)
-    table, notes = _table(rows, console.width)
-    console.print(table)
+    table, notes = _table(rows)
+    if console.is_terminal:
+        console.print(table)
+    else:
+        print_whole(console, table)
     console.print(
         'auto: what kernel="auto" takes · yes: can run it · -: no such kernel yet · '
         "(n): cannot, because",
@@ -67,7 +70,7 @@ def _machine_lines(machine: Host) -> list[str]:
 SHORT = {"reference": "ref.", "triton": "trit."}
 
 
-def _table(rows: list[KernelRow], width: int) -> tuple[Table, list[str]]:
+def _table(rows: list[KernelRow]) -> tuple[Table, list[str]]:
     """The table, and the reasons that its numbers stand for."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -77,11 +80,8 @@ def _table(rows: list[KernelRow], width: int) -> tuple[Table, list[str]]:
     table = Table(
         box=SIMPLE_HEAD, title="Operators and kernels", title_justify="left", padding=(0, 0, 0, 1)
     )
-    table.add_column("operator", no_wrap=True, overflow="ellipsis")
-    others = 24 + sum(7 if family in ("gluon", "torch") else 6 for family in families)
-    table.add_column(
-        "call", no_wrap=True, overflow="ellipsis", max_width=max(16, width - others - 3)
-    )
+    table.add_column("operator", no_wrap=True)
+    table.add_column("call", overflow="fold")  # on several lines where there is no room for it
     for family in families:  # what the table is for is never cut
         header = SHORT.get(family, family)
         table.add_column(header, no_wrap=True, min_width=max(len("auto"), len(header)))

@@ -70,15 +70,13 @@ def explain(
             f"there is nothing to explain about {operator!r}; choose attention, decode or gemm"
         )
 
-    from rich.console import Console
-
-    from rooftile.cli.tables import print_whole
+    from rooftile.cli.tables import print_whole, text_console
     from rooftile.cli.tiles import choice
     from rooftile.planning.attention_case import attention_case
     from rooftile.planning.cores import core_of
     from rooftile.planning.pipeline import Tile, best_tile, pipeline
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     call, core = attention_case(case), core_of(machine)
     chosen = choice(call, machine)
     queries = sum(call.q_lens)

@@ -20,16 +20,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def explain_decode(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
-    from rich.console import Console
-
-    from rooftile.cli.tables import timeline_width
+    from rooftile.cli.tables import text_console, timeline_width
     from rooftile.planning.cores import core_of
     from rooftile.planning.decode_case import decode_case
     from rooftile.planning.split_cost import split_spec
     from rooftile.planning.split_kv import Layout
     from rooftile.planning.split_timeline import equal_splits, naive, planned
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     call, device = decode_case(case), core_of(machine).machine
     spec = split_spec(call, device)
     strips = Layout(spec).query_tiles * spec.num_kv_heads

@@ -100,6 +100,13 @@ def generate(
     if chat is False and system is not None:
         raise typer.BadParameter("has no place in a --raw prompt", param_hint="--system")
     params: Params = beams.beam_params(sampling, context) or sampling.sampling_params()
+    if target is None and not as_json:
+        for option in ("logprobs", "prompt_logprobs"):
+            if getattr(sampling, option) is not None:
+                raise typer.BadParameter(
+                    "is not shown in plain text; add --json, or --output",
+                    param_hint=f"--{option.replace('_', '-')}",
+                )
     if target is not None:
         if source in (None, "-") or prompts or as_json:
             raise typer.BadParameter(

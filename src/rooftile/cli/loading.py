@@ -20,23 +20,8 @@ def load_llm(options: EngineOptions, seed: int | None = None) -> LLM:
     with load_progress(options.model) as on_progress:
         from rooftile.engine.llm import LLM
 
-        return LLM(
-            model,
-            dtype=options.dtype,
-            quantization=options.quantization,
-            device=options.device,
-            page_size=options.page_size,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            dual_chunk=options.dual_chunk,
-            num_pages=options.num_pages,
-            kv_memory_share=options.kv_memory_share,
-            prefix_cache=options.prefix_cache,
-            random_weights=options.random_weights,
-            seed=seed or 0,
-            on_progress=on_progress,
-        )
+        settings = {**options.settings(), "model": model, "seed": seed or 0}
+        return LLM(**settings, on_progress=on_progress)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import typer
 
 from rooftile.cli.bench import bench_app
 from rooftile.cli.chat import chat
+from rooftile.cli.commands import add_command
 from rooftile.cli.compile import compile_kernels
 from rooftile.cli.demo import demo
 from rooftile.cli.doctor import doctor
@@ -56,11 +57,7 @@ def main(
     prepare_streams()
 
 
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(demo)
-app.command()(doctor)
-app.command()(explain)
-app.command("compile")(compile_kernels)
+for command in (generate, chat, serve, demo, doctor, explain):
+    add_command(app, command)
+add_command(app, compile_kernels, "compile")
 app.add_typer(bench_app, name="bench")

@@ -254,8 +254,8 @@ class EngineOptions:
         str | None,
         _engine(
             metavar="FIELDS",
-            help="Dual chunk attention beyond the length that the model was trained for: "
-            "chunk_size=6144,local_size=1024,original=8192 (and length_factor=prompt).",
+            help="Dual chunk attention beyond the length that the model was trained for: numbers "
+            "chunk_size=, local_size= and original=, separated by commas (docs/dual_chunk.md).",
         ),
     ] = None
     num_pages: Annotated[
@@ -267,13 +267,19 @@ class EngineOptions:
             help="Share of the free memory that KV pages may take (default: 0.3 on a CPU, 0.9 on a GPU)."
         ),
     ] = None
-    prefix_cache: Annotated[
-        bool,
-        _engine("--prefix-cache/--no-prefix-cache", help="Reuse the KV pages of equal prefixes."),
-    ] = True
+    # The negative name alone: two would cut the names of other options in 80 columns.
+    no_prefix_cache: Annotated[
+        bool, _engine("--no-prefix-cache", help="Do not reuse the KV pages of equal prefixes.")
+    ] = False
     random_weights: Annotated[
         bool, _engine("--random-weights", help="The architecture of MODEL with random weights.")
     ] = False
+
+    def settings(self) -> dict[str, Any]:
+        """What `LLM` and `AsyncLLM` take, by its names there."""
+        values = dataclasses.asdict(self)
+        values["prefix_cache"] = not values.pop("no_prefix_cache")
+        return values
 
 
 def with_options(**groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

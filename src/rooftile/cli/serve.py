@@ -116,7 +116,7 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
         from rooftile.engine.async_llm import AsyncLLM
         from rooftile.engine.config import EngineConfig
 
-        settings = {**vars(options), "model": model}
+        settings = {**options.settings(), "model": model}
         engine = server.engine
         if engine == "auto":
             # The loop of an engine on a GPU works ahead of it all the time, so it gets its own process.

@@ -1,4 +1,4 @@
-"""Tables and timelines on terminals of any width."""
+"""Text, tables and timelines on terminals of any width, and in files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NARROWEST = 16  # columns of a timeline, below which it says nothing
+
+
+def text_console() -> Console:
+    """Of standard output. Text wraps between words on a terminal; in a file or a pipe its lines stay
+    whole, as they are searched and cut there.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def print_whole(console: Console, table: Table) -> None:
