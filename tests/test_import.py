@@ -34,6 +34,7 @@ def test_the_package_alone_imports_no_torch() -> None:
         "import rooftile, sys\n"
         "assert rooftile.__version__\n"
         "assert {'LLM', 'attention', 'sample'} <= set(dir(rooftile))\n"
+        "assert {name for name in dir(rooftile) if name[0] != '_'} == set(rooftile.__all__)\n"
         "from rooftile import PackedWeight, KVSpec, PagedBatch\n"
         "assert 'torch' not in sys.modules"
     )

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rooftile.engine.params import BeamSearchParams as BeamSearchParams
     from rooftile.engine.params import SamplingParams as SamplingParams
     from rooftile.ops import DualChunkConfig as DualChunkConfig
+    from rooftile.ops import RotaryConfig as RotaryConfig
+    from rooftile.ops import SampleOutput as SampleOutput
+    from rooftile.ops import SamplingTensors as SamplingTensors
     from rooftile.ops import append_kv as append_kv
     from rooftile.ops import attention as attention
     from rooftile.ops import attention_varlen as attention_varlen
@@ -91,6 +94,9 @@ MODULES = {
     "score_mod": "rooftile.ops",
     "mask_mod": "rooftile.ops",
     "DualChunkConfig": "rooftile.ops",
+    "RotaryConfig": "rooftile.ops",
+    "SampleOutput": "rooftile.ops",
+    "SamplingTensors": "rooftile.ops",
     "KVSpec": "rooftile.types",
     "LLM": "rooftile.engine.llm",
     "PackedWeight": "rooftile.types",
@@ -100,6 +106,7 @@ MODULES = {
     "BeamSearchParams": "rooftile.engine.params",
     "SamplingParams": "rooftile.engine.params",
 }
+__all__ = sorted(MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -119,4 +126,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES, "__version__"})
+    return [*__all__, "__version__"]

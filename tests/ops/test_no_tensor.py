@@ -192,3 +192,8 @@ def test_a_flag_that_is_neither_true_nor_false_is_named(flag: str, value: Any) -
 def test_pages_that_lie_in_one_place_are_not_written(pages: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"{pages} is expanded.*pages of their own"):
         ops.append_kv(**{**CALLS[ops.append_kv], pages: torch.zeros(shape).expand(PAGES.shape)})
+
+
+def test_an_array_is_named_on_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^attention: q is array\(\[.*; it must be a tensor$"):
+        ops.attention(DENSE.numpy(), DENSE, DENSE)  # type: ignore[arg-type]

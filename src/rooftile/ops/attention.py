@@ -249,7 +249,8 @@ def check_heads(name: str, num_q_heads: int, num_kv_heads: int) -> None:
         num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0,
         lambda: (
             f"{name}: {num_q_heads} query heads do not divide into groups over {num_kv_heads} "
-            f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads"
+            f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads "
+            f"(heads are the last dimension but one)"
         ),
     )
 

@@ -105,7 +105,8 @@ def _check_tensors(
 ) -> None:
     for name, tensor in given.items():
         if (tensor is not None or required) and not isinstance(tensor, Tensor):
-            raise ValueError(f"{operator}: {name} is {tensor!r:.80}; it must be a tensor")
+            shown = " ".join(repr(tensor).split())  # an array has lines
+            raise ValueError(f"{operator}: {name} is {shown:.80}; it must be a tensor")
         if (
             forward_ad._current_level >= 0
             and tensor is not None
