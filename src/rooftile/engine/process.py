@@ -93,12 +93,13 @@ class EngineProcess:
         self._process = context.Process(
             target=_run_child, args=(config, theirs), name="rooftile-engine", daemon=True
         )
-        self._process.start()
-        theirs.close()
         self._post = post
         self._closing = False
-        atexit.register(self._kill)  # before multiprocessing's own, which sends an ignored SIGTERM
+        # It runs before multiprocessing's own, which sends a SIGTERM that is ignored, and waits.
+        atexit.register(self._kill)
         try:
+            self._process.start()
+            theirs.close()
             self.ready = self._wait_until_loaded(on_progress)
         except BaseException:
             self._kill()
@@ -139,6 +140,8 @@ class EngineProcess:
     def _kill(self) -> None:
         self._closing = True
         atexit.unregister(self._kill)
+        if self._process.pid is None:  # never started
+            return
         if self._process.is_alive():
             self._process.kill()
         self._process.join()

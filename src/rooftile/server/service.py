@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -40,6 +41,9 @@ class Service:
         self.grammars: GrammarCompiler | None = None
         self._load = load
         self._llm: AsyncLLM | None = None
+        self._handing_over = threading.Lock()
+        self._loaded_llm: AsyncLLM | None = None  # before the event loop has heard of it
+        self._closed = False
         self._open_sequences = 0
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooftile-text")
 
@@ -55,13 +59,19 @@ class Service:
                 result = self._load()
             except BaseException as error:
                 result = error
-            try:
+            if isinstance(result, AsyncLLM) and not self._hand_over(result):
+                result.shutdown()
+                return
+            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
                 loop.call_soon_threadsafe(self._finish_loading, result)
-            except RuntimeError:  # the server has ended meanwhile
-                if isinstance(result, AsyncLLM):
-                    result.shutdown()
 
         threading.Thread(target=run, name="rooftile-load", daemon=True).start()
+
+    def _hand_over(self, llm: AsyncLLM) -> bool:
+        """On the loading thread: whether `close` will see to the engine's end."""
+        with self._handing_over:
+            self._loaded_llm = llm
+            return not self._closed
 
     def _finish_loading(self, result: AsyncLLM | BaseException) -> None:
         if isinstance(result, AsyncLLM):
@@ -92,9 +102,12 @@ class Service:
 
     async def close(self) -> None:
         """End the engine. Its current step may take a moment, so it is not waited for on the loop."""
-        if self._llm is not None:
-            self._llm.abort_all()
-            await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+        with self._handing_over:
+            self._closed = True
+            llm = self._loaded_llm
+        if llm is not None:
+            llm.abort_all()
+            await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ for the endpoints
