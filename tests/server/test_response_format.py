@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import pydantic
 import pytest
 import torch
 
@@ -18,6 +21,7 @@ from rooftile.engine.grammar import (
 )
 from rooftile.engine.llm import LLM
 from rooftile.models.tokenizer import Tokenizer
+from rooftile.server.errors import ApiError
 from rooftile.server.json_schema import checked_schema
 from tests.server.live import LiveServer
 
@@ -113,6 +117,7 @@ def test_text_is_no_grammar(server: LiveServer) -> None:
         {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "maximum": 3},
         {"type": "object", "required": ["nowhere"]},
         {"anyOf": [{"type": "integer"}], "minimum": 3},
+        {"anyOf": [{"$ref": "#"}]},  # nothing follows it
     ],
     ids=lambda schema: json.dumps(schema)[:40],
 )
@@ -123,6 +128,79 @@ def test_a_bad_schema_is_a_400(server: LiveServer, schema: dict[str, Any]) -> No
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "response_format"
         assert http.get("/health").status_code == 200
+
+
+# Each is compiled without an error, and followed in part only.
+HALF_FOLLOWED: list[dict[str, Any]] = [
+    {"type": "number", "multipleOf": 2},
+    {"type": "integer", "multipleOf": 2.5},
+    {"type": "integer", "multipleOf": 2, "minimum": 3},
+    {"type": "string", "pattern": "^a*$", "maxLength": 2},
+    {"type": "string", "format": "date", "minLength": 30},
+    {"type": "string", "pattern": "^.$", "format": "uuid"},
+    {"minimum": 2},
+    {"enum": ["a", 3], "type": "integer"},
+    {"const": [1], "type": "string"},
+    {"enum": [1, 2, 3], "minimum": 2},
+    {"type": "integer", "anyOf": [{"type": "integer"}, {"type": "string"}]},
+    {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]},
+    {"oneOf": [{"properties": {"a": {"type": "integer"}}}, {"type": "string"}]},
+    {"type": "object", "unevaluatedProperties": False},
+    {"type": "object", "minProperties": 2},  # two names may be the same
+    {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}},
+    {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {"type": "null"}}},
+    {"type": "array", "items": {"$ref": "#/examples/0"}, "examples": [{"minimum": 2}]},
+]
+
+
+@pytest.mark.parametrize("schema", HALF_FOLLOWED, ids=lambda schema: json.dumps(schema)[:50])
+def test_what_would_be_followed_in_part_is_refused(schema: dict[str, Any]) -> None:
+    for within in (
+        schema,
+        {"type": "array", "items": schema} if "examples" not in schema else schema,
+    ):
+        with pytest.raises(ApiError) as refused:
+            checked_schema(within)
+        assert refused.value.status == 400
+
+
+def test_what_libraries_make_of_types_is_accepted() -> None:
+    class Cat(pydantic.BaseModel):
+        kind: Literal["cat"]
+        lives: int = pydantic.Field(ge=0, lt=10)
+
+    class Dog(pydantic.BaseModel):
+        kind: Literal["dog"]
+        friends: list[Dog | Cat] = []
+        tags: dict[str, int] = pydantic.Field(min_length=1)
+        place: tuple[float, float] | None = None
+        name: str | None = pydantic.Field(None, max_length=9)
+
+    class Owner(pydantic.BaseModel):
+        pet: Cat | Dog = pydantic.Field(discriminator="kind")
+        born: datetime.date
+        phone: str = pydantic.Field(pattern="^[0-9]+$")
+        more: Any = None
+
+    Dog.model_rebuild(_types_namespace={"Dog": Dog, "Cat": Cat})
+    schema = Owner.model_json_schema()
+    assert json.loads(checked_schema(schema)) == schema
+
+
+def test_schemas_that_refer_to_each_other_in_many_ways_are_looked_at_once() -> None:
+    def doubling(make: Callable[[dict[str, str]], dict[str, Any]]) -> dict[str, Any]:
+        members = {f"t{i}": make({"$ref": f"#/$defs/t{i + 1}"}) for i in range(200)}
+        return {
+            "oneOf": [{"$ref": "#/$defs/t0"}] * 2,
+            "$defs": {**members, "t200": {"type": "null"}},
+        }
+
+    for make in (
+        lambda next: {"oneOf": [next, next]},
+        lambda next: {"type": "object", "properties": {"a": next, "b": next}, "required": ["a", "b"]},
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match="may overlap"):
+            checked_schema(doubling(make))
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,16 @@ class GrammarCompiler:
             compiled = self._compiled.get(spec)
             if compiled is None:
                 compiled = self._compile(spec)
+                if not self._grammar(compiled).mask().any():
+                    raise ValueError("the JSON schema cannot be used: no text can ever follow it")
                 self._compiled[spec] = compiled
                 if len(self._compiled) > MOST_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(spec)
-        return lambda: _XGrammar(compiled, self._vocab_size, self._eos_token_ids)
+        return lambda: self._grammar(compiled)
+
+    def _grammar(self, compiled: Any) -> Grammar:
+        return _XGrammar(compiled, self._vocab_size, self._eos_token_ids)
 
     def _make_backend(self) -> Any:
         try:

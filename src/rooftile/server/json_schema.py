@@ -1,7 +1,7 @@
 """Which JSON schemas are accepted: a schema that would be followed in part only is refused.
 
-The grammar's compiler ignores what it does not know. An answer that merely looks as if it followed
-the schema is worse than a 400.
+The grammar's compiler ignores what it does not know, and some of what it knows where it stands beside
+something else. An answer that merely looks as if it followed the schema is worse than a 400.
 """
 
 from __future__ import annotations
@@ -11,27 +11,55 @@ from collections.abc import Iterator
 from typing import Any
 
 from rooftile.server.errors import ApiError, bad_request
+from rooftile.server.schema_values import SchemaValues, declared_types
 
 # A schema is a program for the compiler; these keep what it makes small.
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
 MAX_PATTERN_CHARACTERS = 200
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-IGNORED = (
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired",
-    "dependentSchemas", "dependencies", "uniqueItems", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
-ANNOTATIONS = frozenset(
-    {
-        "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default",
-        "examples", "deprecated", "readOnly", "writeOnly",
-    }
-)  # fmt: skip
+# Followed nowhere, with the values that say nothing.
+IGNORED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "not", "if", "then", "else", "contains", "minContains", "maxContains",
+            "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems",
+            "additionalItems", "$dynamicRef", "$recursiveRef",
+        ),
+        (None, False),
+    ),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (None, True)),
+}  # fmt: skip
+# Each is all that its schema says of values, but for a type that agrees with it.
+WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+RANGE = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+# Of each type, what is followed together: one of these sets.
+FOLLOWED: dict[str, tuple[frozenset[str], ...]] = {
+    "null": (),
+    "boolean": (),
+    "integer": (RANGE, frozenset({"multipleOf"})),
+    "number": (RANGE,),
+    "string": (
+        frozenset({"minLength", "maxLength"}), frozenset({"pattern"}), frozenset({"format"}),
+    ),
+    "array": (frozenset({"items", "prefixItems", "minItems", "maxItems"}),),
+    "object": (
+        frozenset({
+            "properties", "required", "additionalProperties", "minProperties", "maxProperties",
+        }),
+        frozenset({"patternProperties"}),
+        frozenset({"propertyNames"}),
+    ),
+}  # fmt: skip
+OF_TYPES = {name: frozenset[str]().union(*sets) for name, sets in FOLLOWED.items()}
+OF_TYPES["number"] |= {"multipleOf"}
+ASSERTIONS = frozenset(WHOLE).union(*OF_TYPES.values())
+# Without a type, these are taken for schemas of objects and of arrays.
+IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 # Where schemas stand within a schema: as values of these, in lists of these, as these themselves.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
-          "propertyNames")  # fmt: skip
+SINGLE = ("items", "additionalProperties", "propertyNames")
 
 
 def checked_schema(schema: dict[str, Any]) -> str:
@@ -43,12 +71,16 @@ def checked_schema(schema: dict[str, Any]) -> str:
     text = json.dumps(schema)
     if len(text) > MAX_BYTES:
         raise _refused(f"the schema has {len(text)} bytes; at most {MAX_BYTES} are accepted")
+    values = SchemaValues(schema)
     level: list[Any] = [schema]
+    seen: set[int] = set()
     while level:
         item = level.pop()
-        if isinstance(item, dict):
+        if isinstance(item, dict) and id(item) not in seen:
+            seen.add(id(item))
             _check(item)
-            level += _within(item)
+            _check_together(item, values)
+            level += [*_within(item), values.target(item)]
     return text
 
 
@@ -64,8 +96,9 @@ def _within(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    for name in IGNORED:
-        if schema.get(name) not in (None, False):
+    """Refuse what is not followed wherever it stands."""
+    for name, nothing in IGNORED.items():
+        if name in schema and not any(schema[name] is value for value in nothing):
             raise _refused(f"the schema has {name}, which is not supported")
     for name in COUNTS:
         count = schema.get(name)
@@ -77,20 +110,57 @@ def _check(schema: dict[str, Any]) -> None:
             f"a pattern of the schema has {len(pattern)} characters; at most "
             f"{MAX_PATTERN_CHARACTERS} are accepted"
         )
+    if isinstance(schema.get("multipleOf"), float):
+        raise _refused("the schema's multipleOf is no whole number, which is not supported")
     reference = schema.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#"):
         raise _refused("the schema has a $ref to another document; only its own are followed")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise _refused("the schema has an allOf of several schemas, which is not supported")
-    for name in ("$ref", "anyOf", "oneOf", "allOf"):
-        beside = schema.keys() - ANNOTATIONS - {name, "type"}
-        if name in schema and beside:
-            raise _refused(f"the schema has {sorted(beside)[0]} beside {name}: put it inside")
+    _check_properties(schema)
+
+
+def _check_properties(schema: dict[str, Any]) -> None:
     required, properties = schema.get("required"), schema.get("properties", {})
-    if isinstance(required, list) and isinstance(properties, dict):
-        for name in required:
-            if isinstance(name, str) and name not in properties:
-                raise _refused(f"the schema requires {name[:40]!r}, which is not in its properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        required = []
+    for name in required:
+        if isinstance(name, str) and name not in properties:
+            raise _refused(f"the schema requires {name[:40]!r}, which is not in its properties")
+    least, sure = schema.get("minProperties"), max(1, len(required))
+    if schema.get("additionalProperties") is False or not isinstance(least, int | float):
+        return
+    if least > sure:  # names may come twice then, and count once
+        raise _refused(
+            f"the schema's minProperties is {least:.6g}; more than {sure} needs "
+            f"additionalProperties: false, or more of them required"
+        )
+
+
+def _check_together(schema: dict[str, Any], values: SchemaValues) -> None:
+    """Refuse keywords of which only some would be followed."""
+    present = schema.keys() & ASSERTIONS
+    for name in WHOLE:
+        if name not in present:
+            continue
+        if len(present) > 1:
+            raise _refused(f"the schema has {min(present - {name})} beside {name}: put it inside")
+        if "type" in schema and not values.types(schema) <= declared_types(schema):
+            raise _refused(f"the schema has a type beside {name} that allows less: put it inside")
+        if name == "oneOf" and not values.are_disjoint(schema["oneOf"]):
+            raise _refused("the schema has a oneOf whose members may overlap: use anyOf")
+        return
+    types = declared_types(schema)
+    if "type" not in schema:
+        types = frozenset(IMPLIED[name] for name in IMPLIED.keys() & present)
+        stray = present.difference(*(OF_TYPES[name] for name in types))
+        if stray:
+            raise _refused(f"the schema has {min(stray)} without a type: give one")
+    for name in types:
+        asked = present & OF_TYPES[name]
+        if asked and not any(asked <= followed for followed in FOLLOWED[name]):
+            listed = " and ".join(sorted(asked))
+            raise _refused(f"the schema has {listed} for type {name}, which is not supported")
 
 
 def _refused(message: str) -> ApiError:
