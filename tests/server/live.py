@@ -15,10 +15,14 @@ import httpx
 from rooftile.engine.async_llm import AsyncLLM
 from rooftile.engine.outputs import EngineStats, RequestOutput
 from rooftile.engine.params import SamplingParams
+from rooftile.engine.token_bytes import BYTE_OF
 from rooftile.server.address import address_of, bind
 from rooftile.server.config import ServerConfig
 from rooftile.server.run import Server, run
 from tests.support.gate import Gate, shut_gate, wait_until
+
+# Bytes of random weights are seldom characters; with this, each token is text.
+ONLY_X = {"logit_bias": {str(sorted(BYTE_OF).index("x")): 100}}
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

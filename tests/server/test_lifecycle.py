@@ -26,11 +26,11 @@ from rooftile.engine.async_llm import AsyncLLM
 from rooftile.engine.process import EngineProcess
 from rooftile.server import run
 from rooftile.server.address import bind
-from tests.server.live import LiveServer
+from tests.server.live import ONLY_X, LiveServer
 from tests.support.gate import wait_until
 
 Make = Callable[..., LiveServer]
-LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 150, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, **ONLY_X}
 
 
 def slow_down(server: LiveServer, seconds: float = 0.02) -> None:
@@ -162,14 +162,19 @@ def test_a_failing_step_is_one_requests_error(make_server: Make) -> None:
 
 
 @pytest.mark.parametrize("drain", [600.0, 0.3])
-def test_ending_lets_requests_finish_for_a_while(make_server: Make, drain: float) -> None:
+def test_ending_lets_requests_finish_for_a_while(
+    make_server: Make, drain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LAST_SECONDS", 60.0)
     server = make_server(config={"drain_seconds": drain})
 
     def stream() -> list[str]:
         body = {**LONG, "stream": True}
         with server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            started.set()
             return [line for line in response.iter_lines() if line]
 
+    started = threading.Event()
     with (
         ThreadPoolExecutor() as pool,
         server.http() as kept,
@@ -177,6 +182,7 @@ def test_ending_lets_requests_finish_for_a_while(make_server: Make, drain: float
     ):
         assert kept.get("/health").status_code == 200
         streaming = pool.submit(stream)
+        assert started.wait(60)
         whole = pool.submit(kept.post, "/v1/completions", json=LONG)
         server.wait_until_begun(2)
         server.server.end()

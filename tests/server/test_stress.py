@@ -16,13 +16,11 @@ import pytest
 
 from rooftile.bench.serve_client import Target
 from rooftile.bench.serve_load import Load, run_load
-from rooftile.engine.token_bytes import BYTE_OF
-from tests.server.live import LiveServer
+from tests.server.live import ONLY_X, LiveServer
 from tests.support.gate import wait_until
 
 Make = Callable[..., LiveServer]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 110, "ignore_eos": True}
-ONLY_X = {"logit_bias": {str(sorted(BYTE_OF).index("x")): 100}}  # text with every token
 
 
 def raw_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
