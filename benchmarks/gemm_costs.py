@@ -1,231 +1,265 @@
-"""Fits planning/stream_k_costs.json to measured plans: python benchmarks/gemm_costs.py ROWS.jsonl
+"""Prices of matrix products from measured plans, and what choosing by them loses.
 
-A row has a case (m x n x k, bf16, weights stored [n, k]), microseconds of the vendor's library, and of
-plans such as "128x256 hybrid" or "64x64 split-k 3" (those of "64x32 tiles" are for
-benchmarks/tile_costs.py). Prints the costs of the machine that the rows come
-from, how far predictions are off, and what the choices by prediction lose against the best measured.
-Needs scipy.
+python benchmarks/gemm_costs.py regret ROWS.jsonl   # of the costs as they are
+python benchmarks/gemm_costs.py fit ROWS.jsonl      # prints stream_k_costs.json and vendor_costs.json
+python benchmarks/gemm_costs.py cross ROWS.jsonl    # fits to half of the cases, judges by the others
+
+ROWS.jsonl: as rooftile/bench/ops/gemm_plans.py says. `fit` and `cross` need scipy. A fit looks at how plans
+of one case compare, since that decides which is chosen, and less at how long they take in all.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
+import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy
-from scipy.optimize import least_squares
 
+from rooftile.bench.ops.gemm_plans import (
+    ITEMSIZE,
+    PARTS_AT_ONCE,
+    PASSING,
+    TILES,
+    Record,
+    Replay,
+    current,
+    is_choosable,
+    level,
+    mean_of,
+    plan_named,
+    pooled,
+    read_records,
+    replay,
+)
 from rooftile.planning.hardware import H200
-from rooftile.planning.roofline import linear_work
-from rooftile.planning.stream_k import (
-    Decomposition,
-    Product,
-    cluster_k,
-    data_parallel,
-    hybrid,
-    product_of,
-    split_k,
-    stream_k,
-)
+from rooftile.planning.stream_k import Decomposition, product_of
 from rooftile.planning.stream_k_cost import (
-    APART_BANDWIDTH,
-    APART_ROUND,
-    APART_TOGETHER,
-    MOST_STREAMED,
     SHAPES,
-    STREAMED,
-    broken_share,
-    clusters,
-    is_apart,
+    Counts,
+    Prices,
+    counts,
+    machinery,
     shape_of,
-    tiling_of,
 )
+from rooftile.planning.vendor_cost import Vendor, broken_share, predict_vendor, seconds_of
 
-SMS = H200.units
-MACHINE = (
-    *("launch", "start", "bandwidth", "sharpness", "streamed", "apart"),
-    *("exchange", "exchange_bandwidth", "passing_bandwidth"),
+LIST = (  # of ../shared/anchors/PEERS.md, what is neither of few rows nor copied
+    *("8192x8192x8192", "4096x4096x4096", "2048x2048x2048", "1024x1024x1024", "512x4096x14336"),
+    *("256x4096x14336", "128x4096x14336", "256x6144x4096", "1536x1536x8192", "1792x2304x4096"),
+    *("2176x2176x4096", "3072x3072x3072", "384x384x16384", "128x128x32768", "640x1280x16384"),
+    *("4352x2304x2048", "1000x1000x1000"),
 )
-COSTS = ("setup", "iteration", "publish", "fixup", "broken_lines")
-VENDOR = ("launch", "flops", "start", "bandwidth", "depth", "broken_lines", "sharpness")
-TILES = " tiles"
-PASSING = " +"
-GUESSES = {
-    8: (4.0, 700.0, 4.0, 3.4, 0.05, 0.1, 1.5),
-    2: (9.0, 160.0, 9.0, 1.0, 0.1, 0.01, 4.0),
-    1: (4.0, 150.0, 4.0, 3.4, 0.05, 0.1, 1.5),
+NEAR, FAR = 1.15, 1.5  # of the best: slower plans count less, since none of them will be chosen
+LEVEL = 0.4  # weight of how long plans take, against how those of a case compare
+STEADY = 0.3  # how much a pace that differs from 1 has to explain
+SEEDS = (0, 1, 2)
+VENDOR_GUESSES = {
+    8: (4e-6, 700e12, 4e-6, 3.4e12, 0.05e-6, 0.1, 1.5),
+    2: (9e-6, 160e12, 9e-6, 1.0e12, 0.1e-6, 0.01, 4.0),
+    1: (4e-6, 150e12, 4e-6, 3.4e12, 0.05e-6, 0.1, 1.5),
 }
-NEAR = 1.5  # plans slower than this times the best count less: none of them will be chosen
 
 
 @dataclass(frozen=True)
-class Measured:
-    case: str  # with the run that it was measured in
+class Timed:
+    record: Record
+    name: str
     plan: Decomposition
-    us: float
-    bytes: float
-    broken: float  # share of the operands' rows that do not begin on cache lines
-    passing: bool  # operands were the first to leave the L2 cache
+    seconds: float
+    weight: float
 
 
-def decomposition(product: Product, name: str) -> Decomposition:
-    shape, *rest = name.split()
-    scheme, *split = rest or ("cluster-k",)
-    tile, _, parts = shape.partition("k")
-    tiling = tiling_of(*map(int, re.split("[x/]", tile)), itemsize=2)
-    if parts:
-        tiling = replace(tiling, ctas=tiling.ctas * int(parts), split=int(parts))
-        return cluster_k(product, tiling, clusters(SMS, tiling.ctas))
-    units = clusters(SMS, tiling.ctas)
-    if scheme == "split-k":
-        return split_k(product, tiling, units, int(split[0]))
-    build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
-    return build(product, tiling, units)
-
-
-def predicted(x: Sequence[float], row: Measured) -> float:
-    """Microseconds; planning/stream_k_cost.py has the same in seconds."""
-    launch, start, bandwidth, sharpness, streamed, apart, *exchange = x[: len(MACHINE)]
-    plan = row.plan
-    at = len(MACHINE) + len(COSTS) * SHAPES.index(shape_of(plan.tiling))
-    setup, iteration, publish, fixup, broken = x[at : at + len(COSTS)]
-    tiling = plan.tiling
-    if tiling.split > 1:
-        setup += exchange[0] + 4e-6 * tiling.area * tiling.split / tiling.ctas / exchange[1]
-        iteration /= tiling.split
-    iteration *= 1 + broken * row.broken * plan.num_ctas * plan.tiling.ctas / SMS
-    iteration *= 1 + streamed * (plan.scheme in STREAMED)
-    others = plan.most_parts - 1
-    computing = launch + iteration * plan.most_steps + setup * plan.most_segments
-    if is_apart(plan):
-        parts = 4.0 * plan.product.m * plan.product.n * plan.group_ctas
-        rounds = -(-plan.group_ctas // APART_TOGETHER)
-        computing += apart + 1e6 * (2 * parts / APART_BANDWIDTH + rounds * APART_ROUND)
-    else:
-        computing += (publish if others else 0) + fixup * others
-    reading = start + row.bytes / (exchange[2] if row.passing else bandwidth) / 1e6
-    return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
-
-
-def vendor_predicted(x: Sequence[float], product: Product, bytes: float, broken: float) -> float:
-    launch, tflops, start, bandwidth, depth, lines, sharpness = x
-    waves = -(-product.m // 128) * -(-product.n // 128) / SMS
-    flops = 2.0 * product.m * product.n * product.k
-    computing = launch + flops / tflops / 1e6 * (1 + lines * broken)
-    computing += depth * -(-product.k // 64) * math.exp(-waves)
-    reading = start + bytes / bandwidth / 1e6
-    return (computing**sharpness + reading**sharpness) ** (1 / sharpness)
-
-
-def fit(residuals, guess: Sequence[float]) -> list[float]:
-    found = least_squares(
-        lambda x: residuals(numpy.abs(x)), guess, loss="soft_l1", f_scale=0.05, max_nfev=300
-    )
-    return [float(value) for value in numpy.abs(found.x)]
-
-
-def fit_vendor(times: dict[str, list[float]], unit: int) -> tuple[list[float], float]:
-    """Costs of the vendor's library, and by how much predictions are off.
-
-    unit: elements that rows consist of, 8 where the library's fast kernels can take them.
-    """
-    known = [
-        (
-            product,
-            linear_work(product.m, product.k, product.n).bytes,
-            broken_share(2 * product.k),
-            us,
-        )
-        for case, found in times.items()
-        for product in (product_of(case),)
-        for us in found
-    ]
-
-    def off(y: Sequence[float]) -> list[float]:
-        return [math.log(vendor_predicted(y, *row[:3]) / row[3]) for row in known]
-
-    y = fit(off, GUESSES[unit])
-    return y, float(numpy.std(off(y)))
-
-
-def main(file: Path) -> None:
-    rows: list[Measured] = []
-    vendor: dict[int, dict[str, list[float]]] = {8: {}, 2: {}, 1: {}}
-    for line in file.read_text().splitlines():
-        record = json.loads(line)
-        product = product_of(record["case"])
-        unit = math.gcd(8, product.n, product.k)
-        times = vendor[2 if unit == 4 else unit].setdefault(record["case"], [])
-        times.append(record["vendor"])
-        if unit != 8:
+def timed_plans(records: Sequence[Record]) -> list[Timed]:
+    best = {record.case: min(record.plans.values()) for record in pooled(records) if record.plans}
+    found = []
+    for record in records:
+        if not record.aligned:
             continue  # copies come first
-        moved = linear_work(product.m, product.k, product.n).bytes
-        for name, us in record["plans"].items():
-            if not name.endswith(TILES):
-                plan = decomposition(product, name.removesuffix(PASSING))
-                if (
-                    plan.scheme == "stream-k"
-                    and (product.m + product.n) * product.k > MOST_STREAMED
-                ):
-                    continue
-                case = f"{record['run']} {record['case']}"
-                broken, passing = broken_share(2 * product.k), name.endswith(PASSING)
-                rows.append(Measured(case, plan, us, moved, broken, passing))
-    best: dict[str, float] = {}
-    for row in rows:
-        best[row.case] = min(best.get(row.case, math.inf), row.us)
+        for name, us in record.plans.items():
+            if name.endswith(TILES):
+                continue
+            plan = plan_named(record.product, name)
+            slower = us / best[record.case]
+            weight = 1.0 if slower < NEAR else 0.6 if slower < FAR else 0.25
+            if not is_choosable(record, name, plan):
+                weight *= 0.15
+            found.append(Timed(record, name, plan, us * 1e-6, weight))
+    return found
 
-    def off(x: Sequence[float]) -> list[float]:
-        return [
-            math.log(predicted(x, row) / row.us) / (1 if row.us < NEAR * best[row.case] else 3)
+
+class Fit:
+    """Prices that make the predicted times of plans look like the measured ones."""
+
+    def __init__(self, rows: Sequence[Timed]) -> None:
+        self.rows = rows
+        found = [
+            counts(row.plan, H200, ITEMSIZE, row.record.rows, row.name.endswith(PASSING))
             for row in rows
         ]
+        self.counts = Counts(
+            *(numpy.array([one[i] for one in found], float) for i in range(len(Counts._fields)))
+        )
+        self.shapes = numpy.array([SHAPES.index(shape_of(row.plan.tiling)) for row in rows])
+        self.old_parts = numpy.array([row.record.run < PARTS_AT_ONCE for row in rows])
+        self.measured = numpy.log([row.seconds for row in rows])
+        cases = {id(row.record): i for i, row in enumerate(rows)}
+        self.groups = numpy.array([cases[id(row.record)] for row in rows])
+        weights = numpy.array([row.weight for row in rows])
+        # Cases count alike, however many plans of them were timed.
+        in_all = numpy.bincount(self.groups, weights**2)
+        self.weights = 2 * weights / numpy.sqrt(in_all[self.groups])
+        known = machinery(H200)
+        self.guess = numpy.array(
+            [getattr(known.prices, x.name) for x in fields(Prices)]
+            + [known.pace[shape] for shape in SHAPES]
+            + [3.0]  # price of a part before PARTS_AT_ONCE, in today's
+        )
 
-    guess = [4.0, 4.0, 4.0, 3.0, 0.05, 2.0, 1.0, 0.06, 4.5]
-    for block_m, block_n, *ctas in SHAPES:
-        size = block_m * block_n / (128 * 256) / (ctas or [1])[0]
-        guess += [0.8, 0.55 * size + 0.05, 1.5, 2 * size, 0.3]
-    x = fit(off, guess)
-    fitted = {}
-    for unit, times in vendor.items():
-        fitted[unit], error = fit_vendor(times, unit)
-        print(f"the vendor is off by {error:.1%} where rows are multiples of {unit}")
-    print(json.dumps(as_data(x, fitted), indent=2))
-    print(f"plans are off by {numpy.std(off(x)):.1%}")
-    lost = []
-    for case in best:
-        mine = [row for row in rows if row.case == case]
-        lost.append(min(mine, key=lambda row: predicted(x, row)).us / best[case])
-    print(f"choices by prediction lose {numpy.exp(numpy.mean(numpy.log(lost))) - 1:.1%}")
+    def predicted(self, x: numpy.ndarray) -> numpy.ndarray:
+        """Seconds of all rows."""
+        prices = Prices(*x[: -len(SHAPES) - 1])
+        paces = x[-len(SHAPES) - 1 : -1]
+        parts = self.counts.parts * numpy.where(self.old_parts, x[-1], 1.0)
+        return prices.seconds(self.counts._replace(parts=parts), paces[self.shapes])
+
+    def run(self, cases: Collection[str] | None = None) -> numpy.ndarray:
+        """cases: to look at, `None` for all."""
+        from scipy.optimize import least_squares
+
+        taken = numpy.array([cases is None or row.record.case in cases for row in self.rows])
+        weights, groups = self.weights[taken], self.groups[taken]
+        near = weights**2
+        in_group = numpy.maximum(numpy.bincount(groups, near, len(self.rows)), 1e-12)
+
+        def off(steps: numpy.ndarray) -> numpy.ndarray:
+            x = self.guess * numpy.exp(steps)
+            error = (numpy.log(self.predicted(x)) - self.measured)[taken]
+            mean = numpy.bincount(groups, near * error, len(self.rows)) / in_group
+            paces = numpy.log(x[-len(SHAPES) - 1 : -1])
+            return numpy.concatenate(
+                [LEVEL * weights * error, weights * (error - mean[groups]), STEADY * 3 * paces]
+            )
+
+        start = numpy.zeros_like(self.guess)
+        bound = numpy.full_like(start, 2.5)
+        found = least_squares(
+            off, start, bounds=(-bound, bound), loss="soft_l1", f_scale=0.05, max_nfev=80
+        )
+        return self.guess * numpy.exp(found.x)
+
+    def predictor(self, x: numpy.ndarray) -> Callable[[Record, Decomposition, bool], float]:
+        """For `replay`."""
+        prices, paces = Prices(*map(float, x[: -len(SHAPES) - 1])), x[-len(SHAPES) - 1 : -1]
+
+        def predicted(record: Record, plan: Decomposition, passing: bool) -> float:
+            found = counts(plan, H200, ITEMSIZE, record.rows, passing)
+            return prices.seconds(found, float(paces[SHAPES.index(shape_of(plan.tiling))]))
+
+        return predicted
+
+    def as_data(self, x: numpy.ndarray) -> dict[str, object]:
+        values = [float(f"{value:.4g}") for value in x]
+        names = ["/".join(["x".join(map(str, s[:2])), *map(str, s[2:])]) for s in SHAPES]
+        prices = dict(zip((x.name for x in fields(Prices)), values, strict=False))
+        pace = dict(zip(names, values[-len(SHAPES) - 1 : -1], strict=True))
+        return {H200.name: {"prices": prices, "pace": pace}}
 
 
-def as_data(x: Sequence[float], vendor: dict[int, list[float]]) -> dict[str, object]:
-    def scaled(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-        plain = {
-            "sharpness": 1.0,
-            "streamed": 1.0,
-            "broken_lines": 1.0,
-            "bandwidth": 1e12,
-            "exchange_bandwidth": 1e12,
-            "passing_bandwidth": 1e12,
-            "flops": 1e12,
-        }
-        pairs = zip(names, values, strict=False)
-        return {name: float(f"{value * plain.get(name, 1e-6):.4g}") for name, value in pairs}
+def fit_vendor(records: Sequence[Record], unit: int) -> Vendor:
+    """unit: elements that rows consist of, 8 where the library's fast kernels can take them."""
+    from scipy.optimize import least_squares
 
-    costs = {}
-    for i, (block_m, block_n, *ctas) in enumerate(SHAPES):
-        name = "/".join([f"{block_m}x{block_n}", *map(str, ctas)])
-        at = len(MACHINE) + len(COSTS) * i
-        costs[name] = scaled(COSTS, x[at : at + len(COSTS)])
-    libraries = {str(unit): scaled(VENDOR, y) for unit, y in vendor.items()}
-    return {H200.name: {**scaled(MACHINE, x), "costs": costs, "vendor": libraries}}
+    known = [x for x in records if unit_of(x) == unit]
+
+    def off(steps: numpy.ndarray) -> list[float]:
+        vendor = Vendor(*(numpy.array(VENDOR_GUESSES[unit]) * numpy.exp(steps)))
+        return [
+            math.log(
+                seconds_of(vendor, x.product, H200, ITEMSIZE, broken_share(2 * x.product.k))
+                / (x.vendor * 1e-6)
+            )
+            for x in known
+        ]
+
+    start = numpy.zeros(len(VENDOR_GUESSES[unit]))
+    found = least_squares(off, start, loss="soft_l1", f_scale=0.05, max_nfev=300)
+    values = numpy.array(VENDOR_GUESSES[unit]) * numpy.exp(found.x)
+    return Vendor(*(float(f"{value:.4g}") for value in values))
+
+
+def unit_of(record: Record) -> int:
+    unit = math.gcd(8, record.product.n, record.product.k)
+    return 2 if unit == 4 else unit
+
+
+def say(title: str, found: Sequence[Replay], worst: int = 0) -> None:
+    listed = [x for x in found if x.record.case in LIST]
+    for name, part in (("list", listed), ("random", [x for x in found if x not in listed])):
+        lost = mean_of([x.regret for x in part]) - 1
+        library = mean_of([x.record.vendor / x.chosen_us for x in part])
+        best = mean_of([x.record.vendor / x.best_us for x in part])
+        auto = mean_of([x.auto_us / min(x.record.vendor, x.best_us) for x in part]) - 1
+        over = sum(x.regret > 1.05 for x in part)
+        print(
+            f"{title}, {name}, {len(part)} cases: choices lose {lost:.2%} ({over} more than 5%), are "
+            f"{library:.3f}x the library where the best plans are {best:.3f}x; auto loses {auto:.2%}"
+        )
+    for x in sorted(found, key=lambda x: -x.regret)[:worst]:
+        print(
+            f"  {x.regret:.3f} {x.record.case}: {x.chosen} {x.chosen_us:.2f} us, not {x.best} "
+            f"{x.best_us:.2f} us; library {x.record.vendor:.2f}"
+        )
+
+
+def regret(records: Sequence[Record]) -> None:
+    say("all runs", replay(pooled(current(records))), worst=10)
+    for run in sorted({record.run for record in records}):
+        say(f"run {run}", replay(x for x in records if x.run == run))
+    for unit in (8, 2, 1):
+        found = [x for x in records if unit_of(x) == unit]
+        errors = []
+        for record in found:
+            product = record.product
+            share = broken_share(2 * product.k)
+            predicted = predict_vendor(product, H200, ITEMSIZE, share, 2 * unit)
+            assert predicted is not None
+            errors.append(math.log(predicted / record.vendor * 1e6))
+        print(f"the library, rows of {unit}: predictions are off by {numpy.std(errors):.1%}")
+
+
+def cross(records: Sequence[Record]) -> None:
+    fit = Fit(timed_plans(records))
+    cases = sorted({product_of(x.case): x.case for x in records if x.aligned}.values())
+    merged = pooled(current(records))
+    for seed in SEEDS:
+        half = set(random.Random(seed).sample(cases, len(cases) // 2))
+        found: list[Replay] = []
+        for known in (half, set(cases) - half):
+            predicted = fit.predictor(fit.run(known))
+            found += replay((x for x in merged if x.case not in known), predicted)
+        say(f"cases that were not fitted, seed {seed}", found)
+
+
+def main(what: str, file: Path) -> None:
+    records = level(read_records(file))
+    if what == "regret":
+        regret(records)
+    elif what == "cross":
+        cross(records)
+    else:
+        fit = Fit(timed_plans(records))
+        x = fit.run()
+        print(json.dumps(fit.as_data(x), indent=2))
+        vendors = {str(unit): vars(fit_vendor(records, unit)) for unit in (8, 2, 1)}
+        print(json.dumps({H200.name: vendors}, indent=2))
+        print(f"a part took {x[-1]:.1f}x as long before run {PARTS_AT_ONCE}")
+        say("all runs", replay(pooled(current(records)), fit.predictor(x)), worst=10)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rooftile.bench.ops.gemm_plot import draw
 from rooftile.planning.stream_k import Decomposition, Product, Tiling, data_parallel, stream_k
-from rooftile.planning.stream_k_cost import Costs, timeline
+from rooftile.planning.stream_k_cost import Costs
+from rooftile.planning.stream_k_timeline import timeline
 
 SMS = 4
 PRODUCT = Product(384, 384, 128)

@@ -25,8 +25,7 @@ from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan
 from rooftile.kernels.gluon.gemm.plan import plan_of
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.gluon.launch import multiprocessors
-from rooftile.planning.stream_k import Product
-from rooftile.planning.stream_k import STREAMED
+from rooftile.planning.stream_k import STREAMED, Product
 from rooftile.planning.stream_k_choice import candidates
 
 pytestmark = [

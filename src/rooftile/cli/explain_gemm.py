@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from rooftile.planning.hardware import Machine
     from rooftile.planning.stream_k import Decomposition
-    from rooftile.planning.stream_k_cost import Choice, Span
+    from rooftile.planning.stream_k_choice import Choice
+    from rooftile.planning.stream_k_timeline import Span
 
 WIDTH = 64  # characters of the longest timeline
 SHOWN_SMS = 12
@@ -22,16 +23,17 @@ MARKS = {"publish": ">", "wait": ".", "fixup": "+"}
 
 def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
-    from rich.console import Console
-
-    from rooftile.cli.tables import timeline_width
+    from rooftile.cli.tables import text_console, timeline_width
     from rooftile.planning.cores import core_of
     from rooftile.planning.stream_k import product_of
-    from rooftile.planning.stream_k_cost import choose, machinery, schemes, timeline
+    from rooftile.planning.stream_k_choice import choose, reason, schemes
+    from rooftile.planning.stream_k_cost import costs_of, row_alignment
+    from rooftile.planning.stream_k_timeline import timeline
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = text_console()
     product, device = product_of(case), core_of(machine).machine
-    choice = choose(product, device)
+    rows = (row_alignment(2 * product.k),) * 2
+    choice = choose(product, device, rows=rows)
     tiles = choice.decomposition.tiles
     if tiles > MOST_TILES:
         raise ValueError(
@@ -39,9 +41,9 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
             f"smaller m or n"
         )
     shown = schemes(choice.decomposition, device)
-    costs = machinery(device).of(choice.decomposition.tiling)
+    costs = costs_of(choice.decomposition, device)
     timelines = [(plan, timeline(plan, costs)) for plan in shown]
-    _say_choice(console, choice, device)
+    _say_choice(console, choice, device, reason(choice, device, rows))
     longest = max(span.end for _, spans in timelines for span in spans)
     width = timeline_width(console, WIDTH, beside=11)
     for plan, spans in timelines:
@@ -63,7 +65,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
         console.print(f"drawn in {plot}", markup=False)
 
 
-def _say_choice(console: Console, choice: Choice, machine: Machine) -> None:
+def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) -> None:
     from rooftile.planning.roofline import least_time, linear_work
 
     plan = choice.decomposition
@@ -73,7 +75,7 @@ def _say_choice(console: Console, choice: Choice, machine: Machine) -> None:
     console.print(
         f"Chosen: {plan.scheme} by {plan.num_ctas * plan.tiling.ctas} CTAs, {choice.seconds * 1e6:,.1f} us predicted, "
         f"launch and reading included; at least {bound.seconds * 1e6:,.1f} us, bound by {bound.unit}. "
-        f"{choice.reason[0].upper()}{choice.reason[1:]}."
+        f"{why[0].upper()}{why[1:]}."
     )
 
 

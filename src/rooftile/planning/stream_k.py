@@ -22,11 +22,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rooftile.planning.case_words import check_numbers
 
 Scheme = Literal["data-parallel", "split-k", "cluster-k", "stream-k", "hybrid"]
+STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,19 @@ class Segment:
         return self.last - self.first
 
 
+class Most(NamedTuple):
+    """The most that a CTA of a decomposition has.
+
+    steps: along K. streamed: of these, while other CTAs are elsewhere along K. segments: or one more.
+    parts: CTAs that share a tile, or one more.
+    """
+
+    steps: int
+    streamed: int
+    segments: int
+    parts: int
+
+
 @dataclass(frozen=True)
 class Decomposition:
     """Who computes what. Build one with the functions below.
@@ -124,11 +138,11 @@ class Decomposition:
     group_ctas: int = 1
     group_tiles: int = 0
 
-    @cached_property
+    @property
     def tiles(self) -> int:
         return self.tiling.tiles(self.product)
 
-    @cached_property
+    @property
     def iterations(self) -> int:
         """Steps along K of one tile."""
         return self.tiling.iterations(self.product)
@@ -162,34 +176,22 @@ class Decomposition:
                     found.setdefault(segment.tile, []).append((segment.first, cta))
         return {tile: tuple(cta for _, cta in sorted(parts)) for tile, parts in found.items()}
 
-    @property
-    def most_steps(self) -> int:
-        """Steps of the CTA that has most of them."""
-        whole = -(-(self.tiles - self.stream_tiles) // self.num_ctas)
-        return self._piece(most=True) + whole * self.iterations
-
-    @property
-    def most_segments(self) -> int:
-        """Segments of the CTA that has most of them, or one more."""
+    @cached_property
+    def most(self) -> Most:
+        """Of the CTA that has most of each, without a walk through them."""
+        iterations = self.iterations
         whole = -(-(self.tiles - self.stream_tiles) // self.num_ctas)
         if not self.stream_tiles:
-            return whole
+            return Most(whole * iterations, 0, whole, 1)
+        steps = self.group_tiles * iterations
+        piece = -(-steps // self.group_ctas)
+        streamed = piece if self.scheme in STREAMED else 0
         if self.group_tiles == 1:
-            return 1 + whole
-        return (self._piece(most=True) - 2) // self.iterations + 2 + whole
-
-    @property
-    def most_parts(self) -> int:
-        """CTAs of the tile that most CTAs share, or one more."""
-        if not self.stream_tiles:
-            return 1
-        if self.group_tiles == 1:
-            return self.group_ctas
-        return (self.iterations - 2) // self._piece(most=False) + 2
-
-    def _piece(self, most: bool) -> int:
-        steps = self.group_tiles * self.iterations
-        return -(-steps // self.group_ctas) if most else steps // self.group_ctas
+            return Most(piece + whole * iterations, streamed, 1 + whole, self.group_ctas)
+        segments = (piece - 2) // iterations + 2 + whole
+        # Ends of pieces that can lie inside one tile, and one more.
+        parts = -(-(iterations - 1) * self.group_ctas // steps) + 1
+        return Most(piece + whole * iterations, streamed, segments, parts)
 
     def waves(self, num_sms: int) -> float:
         """Waves of whole tiles that the machine's SMs would need."""
@@ -199,7 +201,7 @@ class Decomposition:
         """Share of the SMs' steps that are used: all steps over SMs x the longest CTA's steps
         (quantization efficiency, section 3).
         """
-        return self.tiles * self.iterations / (num_sms * self.most_steps)
+        return self.tiles * self.iterations / (num_sms * self.most.steps)
 
 
 def data_parallel(product: Product, tiling: Tiling, num_sms: int) -> Decomposition:

@@ -1,40 +1,31 @@
-"""What a decomposition of a matrix product costs, CTA by CTA, and which one costs least.
+"""What a decomposition of a matrix product costs on a GPU, and of what that consists.
 
-The model is that of the Stream-K paper (arXiv 2301.03598, appendix A.1): a CTA takes
+The Stream-K paper (arXiv 2301.03598, appendix A.1) counts steps, segments and parts of the busiest CTA
+and gives each a price. So do we, but a step's price follows from what it does:
 
-    setup (each segment) + iteration * steps + publish (if others finish its tile)
-        + fixup * (parts it adds)
+- the matrix unit multiplies, at the clock that the machine keeps;
+- the copy engine asks the L2 cache for the operands' rows in pieces of 128 bytes. One that begins inside
+  a line of the cache is two requests, and one that begins inside a sector of a line (32 bytes) costs
+  as much again; both hurt the more, the more multiprocessors are at it. CTAs that load columns
+  together ask for fewer pieces than they receive;
+- CTAs at different places along K find less in the cache.
 
-and in addition it waits for parts that are not published yet. The four costs are measured for each
-tile shape (`stream_k_costs.json`, fitted by `benchmarks/gemm_costs.py`), or come from the data sheet
-of a machine that was not measured.
+The step takes what takes longest, a little more where others take nearly as long. A launch, the first
+stages of the ring, which nothing hides, and what follows the steps (parts of tiles) come on top; reading
+memory overlaps the steps. Prices are fitted to measured plans (`stream_k_costs.json`, by
+`benchmarks/gemm_costs.py`, which also says what choosing by them loses).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
-from rooftile.planning.hardware import Machine
-from rooftile.planning.roofline import linear_work
-from rooftile.planning.stream_k import (
-    Decomposition,
-    Product,
-    Scheme,
-    Segment,
-    Tiling,
-    cluster_k,
-    data_parallel,
-    hybrid,
-    split_k,
-    stream_k,
-)
+from rooftile.planning.hardware import H200, Machine
+from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
 
 # Tiles of a warp-specialised Hopper kernel: two consumer warpgroups, steps of 128 bytes along K.
 # With a third number: of so many CTAs, each a part of the rows, which load the columns together.
@@ -43,135 +34,175 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     *((256, 256, 2), (256, 128, 2), (128, 256, 2), (128, 128, 2)),
 )
 STEP_BYTES = 128
-LINE_BYTES = 128  # of the L2 cache
-L2_BYTES_PER_CLOCK = 64  # of one SM: what operands and partial tiles pass through
-SETUP_SECONDS = 1.5e-6  # of a segment: fill of the pipeline and epilogue
-LAUNCH_SECONDS = 4.5e-6
-MATRIX_SHARE = 0.85  # of the data sheet's rate, at the clock that a full machine keeps
+LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
+WHOLE_LINES = (LINE_BYTES, LINE_BYTES)
+RING_BYTES = 190_000  # of operands that a CTA has on their way
+HOT_FLOPS = 1e12  # of a product that is long enough for the clock to fall as far as it does
+STORE_BYTES = 128  # of a result's row, that the copy engine takes at a time
 # At 64 rows, 4096 x 14336 took 39.6 microseconds so, and 35.7 with parts that are awaited.
 APART_ROWS = 65
-APART_BANDWIDTH = 5.0e12  # of parts that are written, and read by another launch
-APART_SECONDS = 2.0e-6
-EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH = 1.0e-6, 6e10
-APART_TOGETHER, APART_ROUND = 8, 0.6e-6  # parts that are read at a time, and how long that takes
+FEW_ROWS = 64  # of a tile whose warpgroups share its columns
+# Multiprocessors without a CTA of the product. On fewer, not all of the launch that adds parts can wait
+# for them where it will run.
+EARLY_UNITS = 30
 # At 64 rows and less a warp loads weights before the kernels ahead have ended; below 6 MB nothing was
 # gained, and more than 150 MB were not measured.
 PASSING_ROWS, PASSING_BYTES = 64, (6e6, 150e6)
-STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
-# Elements of operands that CTAs at different places along K may share: what the L2 cache does not
-# hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
-MOST_STREAMED = 30_000_000
-EQUAL = 1.01  # predictions are not better than this
-SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-
-SpanKind = Literal["compute", "publish", "wait", "fixup"]
+# m n / (m + n): steps for each line read. At 455 operands that pass gained 3%, at 1008 they lost 1% to 3%.
+MOST_PASSING = 620
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds: of a tile's start and epilogue, of one step along K, of writing a part for another
-    CTA, and of adding one such part.
-
-    broken_lines: how much longer a step takes on a full machine where no row of the operands begins
-        on a line of the cache: each piece of a row then comes in two.
-    """
+    CTA, and of adding one such part."""
 
     setup: float
     iteration: float
     publish: float
     fixup: float
-    broken_lines: float = 0.0
+
+
+class Counts(NamedTuple):
+    """What the busiest CTA of a decomposition does, in numbers that have a price each.
+
+    clocks: of the matrix unit in a step. hot: 1 where a product is so long that the clock falls, less
+        for shorter ones.
+    asked, received: pieces of 128 bytes in a step that it asks the cache for, and that it gets.
+    broken, split: of those asked for, that begin inside a line, and inside a sector, times the share
+        of the multiprocessors that do so.
+    outside: rows of its boxes beyond the matrix.
+    steps: along K; scattered: of these, while others are elsewhere along K.
+    stored: pieces of results; split_stored: those that begin inside a sector.
+    exchanged: bytes of sums that the CTAs of a cluster exchange.
+    published, added: parts of tiles that it writes, and adds, in tiles of 128 x 256.
+    apart: 1 where another launch adds the parts; parts of each tile; part_bytes of all of them;
+        late: the share of that launch that cannot wait for the parts where it will run.
+    first: bytes that all rings hold. moved: bytes of operands and result; passing: of these, where
+        operands are the first to leave the cache.
+    """
+
+    clocks: float
+    hot: float
+    asked: float
+    received: float
+    broken: float
+    split: float
+    outside: float
+    steps: float
+    scattered: float
+    stored: float
+    split_stored: float
+    exchanged: float
+    published: float
+    added: float
+    apart: float
+    parts: float
+    part_bytes: float
+    late: float
+    first: float
+    moved: float
+    passing: float
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a CTA does from `start` to `end`, in seconds."""
+class Prices:
+    """Of a machine. Seconds, bytes a second, and, where they are of a piece or a row, clocks.
 
-    cta: int
-    tile: int
-    kind: SpanKind
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    decomposition: Decomposition
-    seconds: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class Vendor:
-    """The vendor's library, as a black box with the same kind of costs as `Machinery`.
-
-    depth: seconds of a step along K that tiles too few for the machine do not hide.
+    step_sharpness, sharpness: how well units of a step, and steps and reading, overlap: a and b take
+        (a^s + b^s)^(1/s).
+    hot, scattered: shares that a step's multiplications and loads take longer.
+    broken, split, outside: what such a piece or row costs more.
+    late: of a launch whose CTAs find no place before the product has ended.
     """
 
     launch: float
-    flops: float
-    start: float
+    first_bandwidth: float
     bandwidth: float
-    depth: float
-    broken_lines: float
+    passing_bandwidth: float
     sharpness: float
+    clock: float
+    hot: float
+    asked: float
+    received: float
+    broken: float
+    split: float
+    outside: float
+    scattered: float
+    step_sharpness: float
+    stored: float
+    split_stored: float
+    exchange_bandwidth: float
+    published: float
+    added: float
+    apart: float
+    part: float
+    part_bandwidth: float
+    late: float
+
+    # These are arithmetic only, so that a fit can pass arrays.
+
+    def loading(self, of: Counts, scattered: bool = False) -> tuple[float, float]:
+        """Clocks of a step that a CTA's requests take, and their answers."""
+        longer = 1 + self.scattered if scattered else 1.0
+        requests = self.asked * of.asked + self.broken * of.broken + self.split * of.split
+        requests += self.outside * of.outside
+        return longer * requests, longer * self.received * of.received
+
+    def step(self, of: Counts, scattered: bool = False) -> float:
+        """Seconds."""
+        s = self.step_sharpness
+        requests, answers = self.loading(of, scattered)
+        multiplying = of.clocks * (1 + self.hot * of.hot)
+        return (multiplying**s + requests**s + answers**s) ** (1 / s) / self.clock
+
+    def results(self, of: Counts) -> float:
+        """Seconds in which a CTA stores them, and exchanges sums before that."""
+        storing = self.stored * of.stored + self.split_stored * of.split_stored
+        return storing / self.clock + of.exchanged / self.exchange_bandwidth
+
+    def adding(self, of: Counts) -> float:
+        """Seconds that parts of tiles take after the steps, whoever adds them."""
+        waited = self.published * of.published + self.added * of.added
+        apart = self.apart + self.late * of.late + self.part * of.parts
+        return waited + of.apart * (apart + of.part_bytes / self.part_bandwidth)
+
+    def reading(self, of: Counts) -> float:
+        return (of.moved - of.passing) / self.bandwidth + of.passing / self.passing_bandwidth
+
+    def seconds(self, of: Counts, pace: float) -> float:
+        """pace: how much longer steps of these tiles take than their counts say."""
+        even = of.steps - of.scattered
+        stepping = pace * (self.step(of) * even + self.step(of, True) * of.scattered)
+        stepping += self.results(of)
+        s = self.sharpness
+        together = (stepping**s + self.reading(of) ** s) ** (1 / s)
+        return self.launch + of.first / self.first_bandwidth + together + self.adding(of)
 
 
 @dataclass(frozen=True)
 class Machinery:
-    """A machine's costs. Computing and reading overlap, the better the larger `sharpness` is:
+    """A machine's prices; pace: see `Prices.seconds`, by the tiles of SHAPES."""
 
-    seconds^sharpness = (launch + CTA's costs)^sharpness + (start + bytes / bandwidth)^sharpness
-
-    streamed: how much longer a step takes where CTAs are at different places along K at one time, so
-        that they share less of what the L2 cache holds.
-    apart: seconds of a launch that adds parts.
-    passing_bandwidth: of operands that are the first to leave the L2 cache (`is_passing`), so that
-        what it holds of others need not be written back before.
-    exchange, exchange_bandwidth: of the sums of a CTA, where those of a cluster exchange them.
-    """
-
-    launch: float
-    start: float
-    bandwidth: float
-    sharpness: float
-    streamed: float
-    apart: float
-    exchange: float
-    exchange_bandwidth: float
-    passing_bandwidth: float
-    costs: dict[tuple[int, ...], Costs]  # by the tiles of SHAPES
-    # By the elements of 2 bytes that rows of operands and result consist of: 8, 2 (or 4), 1.
-    vendor: dict[int, Vendor] | None = None
-
-    def of(self, tiling: Tiling) -> Costs:
-        costs = self.costs[shape_of(tiling)]
-        if tiling.split == 1:
-            return costs
-        sums = 4.0 * tiling.area * tiling.split / tiling.ctas
-        exchange = self.exchange + sums / self.exchange_bandwidth
-        return replace(
-            costs, setup=costs.setup + exchange, iteration=costs.iteration / tiling.split
-        )
+    prices: Prices
+    pace: dict[tuple[int, ...], float]
 
 
 @cache
 def machinery(machine: Machine) -> Machinery:
-    """What was measured on this machine, or predictions from its data sheet."""
+    """What was measured on this machine; else an H200's costs at its clock and bandwidth."""
     measured = json.loads(Path(__file__).with_name("stream_k_costs.json").read_text())
-    if machine.name in measured:
-        row = measured[machine.name]
-        costs = {}
-        for shape, values in row.pop("costs").items():
-            costs[tuple(map(int, re.split("[x/]", shape)))] = Costs(**values)
-        vendor = {int(unit): Vendor(**values) for unit, values in row.pop("vendor").items()}
-        return Machinery(**row, vendor=vendor, costs=costs)
-    single = [shape for shape in SHAPES if len(shape) == 2]
-    costs = {shape: predicted_costs(machine, tiling_of(*shape, itemsize=2)) for shape in single}
-    return Machinery(
-        *(LAUNCH_SECONDS, LAUNCH_SECONDS, machine.bandwidth, 4.0, 0.0, APART_SECONDS),
-        *(EXCHANGE_SECONDS, EXCHANGE_BANDWIDTH, machine.bandwidth, costs),
-    )
+    row = measured.get(machine.name) or measured[H200.name]
+    prices = Prices(**row["prices"])
+    if machine.name not in measured:
+        faster = machine.bandwidth / H200.bandwidth
+        bandwidths = {x.name for x in fields(Prices) if x.name.endswith("bandwidth")}
+        scaled = {name: faster * getattr(prices, name) for name in bandwidths}
+        prices = replace(prices, clock=prices.clock * machine.clock / H200.clock, **scaled)
+    pace = {
+        tuple(map(int, name.replace("/", "x").split("x"))): x for name, x in row["pace"].items()
+    }
+    return Machinery(prices, pace)
 
 
 def tiling_of(block_m: int, block_n: int, ctas: int = 1, *, itemsize: int) -> Tiling:
@@ -186,85 +217,10 @@ def shape_of(tiling: Tiling) -> tuple[int, ...]:
 
 
 def clusters(num_sms: int, ctas: int) -> int:
-    """Clusters that run at one time: CTAs of one are neighbours, and not every SM finds three or seven
-    (32 clusters of four took as long as two waves would on 132 SMs; their places were not counted).
+    """Clusters that run at one time. CTAs of one are neighbours, and not every SM finds three or seven:
+    on 132 SMs 30 clusters of four ran together, and 15 of eight; 32 of four took two waves.
     """
-    if ctas <= 2:
-        return num_sms // ctas
-    return max(num_sms * 3 // (4 * ctas), 1)
-
-
-def predicted_costs(machine: Machine, tiling: Tiling, itemsize: int = 2) -> Costs:
-    """Costs from the machine's data sheet: a step takes as long as its multiplications, or as its
-    operands need from the L2 cache, whichever is longer; a part passes through the L2 cache.
-    """
-    block_m, block_n, block_k = tiling.block_m // tiling.ctas, tiling.block_n, tiling.block_k
-    rate = machine.matrix_flops_per_clock * MATRIX_SHARE * 2 / itemsize
-    matrix = 2.0 * block_m * block_n * block_k / rate
-    operands = (block_m + block_n / tiling.ctas) * block_k * itemsize / L2_BYTES_PER_CLOCK
-    part = block_m * block_n * 4 / L2_BYTES_PER_CLOCK / machine.clock
-    return Costs(SETUP_SECONDS, max(matrix, operands) / machine.clock, part, part)
-
-
-def timeline(decomposition: Decomposition, costs: Costs) -> list[Span]:
-    """What every CTA does and when, all of them starting at 0 on an SM of their own.
-
-    Raises:
-        RuntimeError: CTAs that wait for each other, which no decomposition of ours has.
-    """
-    published: dict[tuple[int, int], float] = {}  # (tile, cta) -> when
-    spans: list[Span] = []
-    ctas = range(decomposition.num_ctas)
-    clocks = [0.0] * len(ctas)
-    left = [list(reversed(list(decomposition.segments(cta)))) for cta in ctas]
-    waiting = set(ctas)
-    while waiting:
-        moved = False
-        for cta in sorted(waiting):
-            while left[cta]:
-                done = _run(decomposition, costs, cta, left[cta][-1], clocks[cta], published)
-                if done is None:
-                    break
-                spans += done
-                clocks[cta] = done[-1].end
-                left[cta].pop()
-                moved = True
-            if not left[cta]:
-                waiting.discard(cta)
-        if waiting and not moved:
-            raise RuntimeError(f"CTAs {sorted(waiting)} wait for each other")
-    return spans
-
-
-def _run(
-    decomposition: Decomposition,
-    costs: Costs,
-    cta: int,
-    segment: Segment,
-    clock: float,
-    published: dict[tuple[int, int], float],
-) -> list[Span] | None:
-    """One segment's spans; None while a part that it waits for has no time yet."""
-    others: Sequence[int] = ()
-    finishes = segment.last == decomposition.iterations
-    if finishes:
-        others = decomposition.parts.get(segment.tile, (cta,))[:-1]
-    if any((segment.tile, other) not in published for other in others):
-        return None
-    end = clock + costs.setup + costs.iteration * segment.iterations
-    spans = [Span(cta, segment.tile, "compute", clock, end)]
-    if not finishes:
-        spans.append(Span(cta, segment.tile, "publish", end, end + costs.publish))
-        published[segment.tile, cta] = end + costs.publish
-        return spans
-    for other in others:
-        ready = published[segment.tile, other]
-        if ready > end:
-            spans.append(Span(cta, segment.tile, "wait", end, ready))
-            end = ready
-        spans.append(Span(cta, segment.tile, "fixup", end, end + costs.fixup))
-        end += costs.fixup
-    return spans
+    return num_sms // ctas if ctas <= 2 else max(num_sms * 23 // (25 * ctas), 1)
 
 
 def is_apart(decomposition: Decomposition) -> bool:
@@ -274,155 +230,155 @@ def is_apart(decomposition: Decomposition) -> bool:
     return decomposition.scheme == "split-k" and decomposition.product.m >= APART_ROWS
 
 
-def is_passing(decomposition: Decomposition, itemsize: int = 2) -> bool:
+def is_passing(
+    decomposition: Decomposition, itemsize: int = 2, rows: tuple[int, int] = WHOLE_LINES
+) -> bool:
     """Whether operands had better be the first to leave the L2 cache: where CTAs walk along K together,
-    each line is needed for a short time only."""
+    each line is needed for a short time only, unless the next step needs its other half; and where
+    memory binds, since others wait for lines that have left too early.
+
+    rows: as for `counts`.
+    """
     product = decomposition.product
-    read = (product.m + product.n) * product.k * itemsize
-    together = decomposition.scheme not in STREAMED
-    return together and product.m > PASSING_ROWS and PASSING_BYTES[0] < read < PASSING_BYTES[1]
+    m, n = product.m, product.n
+    read = (m + n) * product.k * itemsize
+    return (
+        decomposition.scheme not in STREAMED
+        and rows == WHOLE_LINES
+        and m > PASSING_ROWS
+        and PASSING_BYTES[0] < read < PASSING_BYTES[1]
+        and m * n < MOST_PASSING * (m + n)
+    )
+
+
+def counts(
+    plan: Decomposition,
+    machine: Machine,
+    itemsize: int = 2,
+    rows: tuple[int, int] = WHOLE_LINES,
+    passing: bool = False,
+) -> Counts:
+    """What its busiest CTA does.
+
+    rows: bytes that rows of a and of b are multiples of, a line of the cache at most.
+    """
+    product, tiling, most = plan.product, plan.tiling, plan.most
+    m, n, k = product.m, product.n, product.k
+    sharers = tiling.ctas // tiling.split
+    block_m, block_n = tiling.block_m // sharers, tiling.block_n
+    ctas, segments = plan.num_ctas * tiling.ctas, most.segments
+    of_b = block_n / sharers
+    # Boxes of few rows end with them; of others some lie outside, all of a CTA's at the worst.
+    box = block_m if m > block_m or tiling.ctas > 1 else max(8, 1 << (m - 1).bit_length())
+    tiles_m, tiles_n = -(-m // tiling.block_m), -(-n // block_n)
+    outside_m = min(max(tiles_m * tiling.block_m - m - (block_m - box), 0), box)
+    outside_n = min(tiles_n * block_n - n, block_n) / sharers
+    busy = min(ctas / machine.units, 1.0)
+    broken = box * busy if rows[0] < LINE_BYTES else 0.0
+    split = box * busy if rows[0] < SECTOR_BYTES else 0.0
+    if rows[1] < LINE_BYTES:
+        broken += of_b * busy
+        if rows[1] < SECTOR_BYTES:
+            split += of_b * busy
+    # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows.
+    width = min(block_n if block_m > FEW_ROWS else block_n // 2, STORE_BYTES // 2)
+    stored = float(segments * block_m * block_n // width)
+    steps, scattered, exchanged, others = most.steps, most.streamed, 0.0, most.parts - 1
+    if tiling.split > 1:
+        steps = scattered = segments * -(-tiling.iterations(product) // tiling.split)
+        exchanged = 4.0 * block_m * block_n * segments
+    apart = is_apart(plan)
+    flops = 2.0 * m * n * k
+    operands = float((m + n) * k * itemsize)
+    moved = operands + m * n * itemsize
+    return Counts(
+        2.0 * block_m * block_n * tiling.block_k * itemsize / 2 / machine.matrix_flops_per_clock,
+        min(flops / HOT_FLOPS * itemsize / 2, 1.0),
+        box + of_b,
+        block_m + block_n,
+        broken,
+        split,
+        max(outside_m, outside_n) if segments == 1 else outside_m / tiles_m + outside_n / tiles_n,
+        steps,
+        scattered,
+        stored,
+        stored if n * 2 % SECTOR_BYTES else 0.0,
+        exchanged,
+        float(others > 0 and not apart),
+        0.0 if apart else others * block_m * block_n / (128 * 256),
+        float(apart),
+        plan.group_ctas if apart else 0.0,
+        4.0 * m * n * plan.group_ctas if apart else 0.0,
+        max(1 - (machine.units - ctas) / EARLY_UNITS, 0.0) if apart else 0.0,
+        min(operands, ctas * RING_BYTES),
+        moved,
+        moved if passing else 0.0,
+    )
 
 
 def predict(
-    decomposition: Decomposition,
+    plan: Decomposition,
     machine: Machine,
     itemsize: int = 2,
-    broken: float = 0.0,
+    rows: tuple[int, int] = WHOLE_LINES,
     plain: bool = False,
 ) -> float:
     """Seconds, without walking through the CTAs.
 
-    broken: share of the operands' rows that do not begin on cache lines (`broken_share`).
-    plain: operands of two bytes whose contiguous dimension is k, which may pass (`is_passing`).
+    rows: as for `counts`. plain: operands of two bytes whose contiguous dimension is k, which may pass.
     """
     known = machinery(machine)
-    tiling = decomposition.tiling
-    costs = known.of(tiling)
-    others = decomposition.most_parts - 1
-    iteration = costs.iteration
-    iteration *= (
-        1 + costs.broken_lines * broken * decomposition.num_ctas * tiling.ctas / machine.units
+    passing = plain and is_passing(plan, itemsize, rows)
+    found = counts(plan, machine, itemsize, rows, passing)
+    return known.prices.seconds(found, known.pace[shape_of(plan.tiling)])
+
+
+def steps_alone(plan: Decomposition, machine: Machine, itemsize: int = 2) -> float:
+    """Seconds that `predict` does not go below, and that are known sooner."""
+    known, tiling = machinery(machine), plan.tiling
+    prices, sharers = known.prices, tiling.ctas // tiling.split
+    block_m, block_n = tiling.block_m // sharers, tiling.block_n
+    flops = block_m * block_n * tiling.block_k * itemsize
+    clocks = max(flops / machine.matrix_flops_per_clock, prices.received * (block_m + block_n))
+    steps = plan.most.steps / tiling.split
+    return prices.launch + known.pace[shape_of(tiling)] * steps * clocks / prices.clock
+
+
+def costs_of(plan: Decomposition, machine: Machine) -> Costs:
+    """What segments, steps and parts of its CTAs cost, for a timeline."""
+    known = machinery(machine)
+    found = counts(plan, machine)
+    prices = known.prices
+    step = prices.step(found, scattered=found.scattered > 0)
+    segments = plan.most.segments
+    tile = found._replace(
+        stored=found.stored / segments, split_stored=0.0, exchanged=found.exchanged / segments
     )
-    iteration *= 1 + known.streamed * (decomposition.scheme in STREAMED)
-    computing = known.launch + iteration * decomposition.most_steps
-    computing += costs.setup * decomposition.most_segments
-    product = decomposition.product
-    if is_apart(decomposition):
-        parts = 4.0 * product.m * product.n * decomposition.group_ctas
-        rounds = -(-decomposition.group_ctas // APART_TOGETHER)
-        computing += known.apart + 2 * parts / APART_BANDWIDTH + rounds * APART_ROUND
-    else:
-        computing += (costs.publish if others else 0.0) + costs.fixup * others
-    moved = linear_work(product.m, product.k, product.n, itemsize).bytes
-    passing = plain and is_passing(decomposition, itemsize)
-    bandwidth = known.passing_bandwidth if passing else known.bandwidth
-    return _overlapped(computing, known.start + moved / bandwidth, known.sharpness)
+    area = plan.tiling.area / (128 * 256) / (plan.tiling.ctas // plan.tiling.split)
+    return Costs(
+        prices.results(tile),
+        known.pace[shape_of(plan.tiling)] * step,
+        prices.published,
+        prices.added * area,
+    )
 
 
-def broken_share(row_bytes: int) -> float:
-    """Of rows of this many bytes, the share that begin inside a cache line."""
-    return 1 - math.gcd(row_bytes, LINE_BYTES) / LINE_BYTES
+def row_alignment(row_bytes: int) -> int:
+    """Bytes, up to a line of the cache, that rows of this many bytes begin on multiples of."""
+    return min(row_bytes & -row_bytes, LINE_BYTES)
 
 
-def predict_vendor(
-    product: Product,
-    machine: Machine,
-    itemsize: int = 2,
-    broken: float = 0.0,
-    row_bytes: int = 16,
-) -> float | None:
-    """Seconds that the vendor's library takes, `None` where it was not measured.
-
-    row_bytes: the largest power of two, up to 16, of which rows of the operands and of the result are
-        multiples.
-    """
-    known = machinery(machine).vendor
-    if known is None:
-        return None
-    vendor = known[8 if row_bytes >= 16 else 2 if row_bytes >= 4 else 1]
-    work = linear_work(product.m, product.k, product.n, itemsize)
-    computing = vendor.launch + work.flops / vendor.flops * itemsize / 2
-    computing += work.flops / vendor.flops * vendor.broken_lines * broken
-    square = Tiling(128, 128, STEP_BYTES // itemsize)
-    waves = square.tiles(product) / machine.units
-    computing += vendor.depth * square.iterations(product) * math.exp(-waves)
-    return _overlapped(computing, vendor.start + work.bytes / vendor.bandwidth, vendor.sharpness)
-
-
-def _overlapped(computing: float, reading: float, sharpness: float) -> float:
-    return float((computing**sharpness + reading**sharpness) ** (1 / sharpness))
-
-
-def candidates(
-    product: Product, num_sms: int, tilings: Iterable[Tiling]
-) -> Iterator[Decomposition]:
-    """Every scheme of every tiling, those that come out alike left out."""
-    all_sms = num_sms
-    for tiling in tilings:
-        num_sms = clusters(all_sms, tiling.ctas)
-        tiles, iterations = tiling.tiles(product), tiling.iterations(product)
-        if tiling.split > 1:
-            if iterations >= tiling.split:
-                yield cluster_k(product, tiling, num_sms)
-            continue
-        yield data_parallel(product, tiling, num_sms)
-        if tiles % num_sms == 0:
-            continue  # full waves: nothing to gain
-        most = num_sms // tiles
-        for split in sorted({*SPLITS, most}):
-            if 1 < split <= min(iterations, most):
-                yield split_k(product, tiling, num_sms, split)
-        if tiles >= num_sms:
-            yield hybrid(product, tiling, num_sms)
-        elif (product.m + product.n) * product.k < MOST_STREAMED:
-            yield stream_k(product, tiling, num_sms)
-
-
-def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
-    """The schemes with the tiles of the one that was chosen, that one last where others equal it."""
-    product, tiling = chosen.product, chosen.tiling
-    num_sms = clusters(machine.units, tiling.ctas)
-    if tiling.split > 1:
-        return [chosen]
-    found = [data_parallel(product, tiling, num_sms), stream_k(product, tiling, num_sms)]
-    split = min(num_sms // found[0].tiles, found[0].iterations)
-    if split > 1:
-        found.append(split_k(product, tiling, num_sms, split))
-    if found[0].tiles > num_sms:
-        found.append(hybrid(product, tiling, num_sms))
-    return [plan for plan in found if plan.scheme != chosen.scheme] + [chosen]
-
-
-def choose(
-    product: Product,
-    machine: Machine,
-    itemsize: int = 2,
-    tilings: Iterable[Tiling] | None = None,
-    broken: float = 0.0,
-    plain: bool = False,
-) -> Choice:
-    """The decomposition that is predicted to take least, or 1% more with larger tiles.
-
-    tilings: those to choose from, `None` for the kernel's. broken, plain: as for `predict`.
-    """
-    if tilings is None:
-        known = machinery(machine).costs
-        tilings = [tiling_of(*shape, itemsize=itemsize) for shape in SHAPES if shape in known]
-    timed = [
-        (predict(decomposition, machine, itemsize, broken, plain), decomposition)
-        for decomposition in candidates(product, machine.units, tilings)
-    ]
-    least = min(seconds for seconds, _ in timed)
-    equal = [pair for pair in timed if pair[0] <= EQUAL * least]
-    # Of equal ones the largest tiles, which read operands least often.
-    seconds, best = min(equal, key=lambda pair: (-pair[1].tiling.area, pair[0]))
-    whole = min(time for time, other in timed if other.scheme == "data-parallel")
-    tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
-    units = clusters(machine.units, best.tiling.ctas)
-    if best.scheme == "data-parallel":
-        reason = f"{tiles}: {best.efficiency(units):.0%} of the SMs' steps are used"
-    else:
-        reason = (
-            f"{tiles}: {whole / seconds:.2f}x the speed of whole tiles, which would leave SMs idle"
-        )
-    return Choice(best, seconds, reason)
+def why(plan: Decomposition, machine: Machine, rows: tuple[int, int] = WHOLE_LINES) -> str:
+    """What takes longest of it, in words."""
+    prices = machinery(machine).prices
+    found = counts(plan, machine, rows=rows)
+    requests, answers = prices.loading(found, found.scattered > 0)
+    matrix = found.clocks * (1 + prices.hot * found.hot)
+    stepping = prices.step(found, found.scattered > 0) * found.steps
+    if prices.reading(found) > stepping:
+        return "reading memory binds it"
+    if matrix >= max(requests, answers):
+        return "the matrix unit binds a step"
+    if requests > answers and found.broken:
+        return "rows that begin inside cache lines bind a step"
+    return "what an SM can load from the L2 cache binds a step"

@@ -20,6 +20,10 @@ from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product
 
 STEP = 64  # elements along k
+# Steps of 64 x 64 x 64 on each multiprocessor, fewer where pieces of fewer bytes are loaded: what
+# takes more is not launch-bound, and was not measured.
+MOST_K = 4096
+MOST_STEPS = {8: 20, 4: 20, 2: 20, 1: 10}
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,15 @@ def launches(machine: str) -> Launches | None:
         }
         tiles[block_m, block_n] = TileCosts(costs["resident"], costs["odd"], **by_unit)
     return Launches(**row, tiles=tiles)
+
+
+def suits_tiles(product: Product, unit: int, units: int) -> bool:
+    """Whether a product is so small that whole tiles may take least, on so many multiprocessors.
+
+    unit: as for `predict_tiles`.
+    """
+    m, n, k = product.m, product.n, product.k
+    return m * n * k <= MOST_STEPS[unit] * STEP**3 * units and k <= MOST_K
 
 
 def predict_tiles(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rooftile.planning.stream_k_cost import Span
+from rooftile.planning.stream_k_timeline import Span
 
 _SHADES = {"publish": "black", "wait": "white", "fixup": "dimgray"}
 

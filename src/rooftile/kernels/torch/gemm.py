@@ -13,7 +13,7 @@ from rooftile.kernels.reference.gemm import finish
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
 from rooftile.planning.stream_k import Product
-from rooftile.planning.stream_k_cost import broken_share, predict_vendor
+from rooftile.planning.vendor_cost import broken_share, predict_vendor
 
 _PASS_SECONDS = 6.0e-6  # launches of what follows a product
 

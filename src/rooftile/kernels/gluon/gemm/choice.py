@@ -15,13 +15,9 @@ from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Product
-from rooftile.planning.tile_cost import predict_copies, predict_tiles
+from rooftile.planning.tile_cost import predict_copies, predict_tiles, suits_tiles
 
 TILES = ((64, 32), (64, 64), (128, 64))
-# Steps of 64 x 64 x 64 on each multiprocessor, more where pieces of fewer bytes are loaded: what
-# takes more is not launch-bound, and was not measured.
-_MOST_TILE_K = 4096
-_MOST_STEPS = {8: 20, 4: 20, 2: 20, 1: 10}
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,8 @@ class Operands:
         gate follow.
     unit: elements of a row that can be loaded at a time.
     copied: bytes that the copy engine cannot address where they lie.
-    broken: share of the rows (of copies, where there are any) that do not begin on cache lines.
+    rows: bytes that rows of a and of b (of copies, where there are any) are multiples of, a line of
+        the cache at most.
     gated: a gate follows, but for which it would be plain.
     bare: it is plain, nothing but a bias follows, and the result has the operands' type.
     """
@@ -41,7 +38,7 @@ class Operands:
     plain: bool
     unit: int
     copied: int
-    broken: float
+    rows: tuple[int, int]
     gated: bool = False
     bare: bool = False
 
@@ -55,7 +52,7 @@ def choose(
 ) -> tuple[AnyPlan, float]:
     """A plan and the seconds that it is predicted to take, copies included."""
     stream = choose_plan(
-        m, n, k, operands.itemsize, num_sms, batch_invariant, operands.broken, operands.plain
+        m, n, k, operands.itemsize, num_sms, batch_invariant, operands.rows, operands.plain
     )
     best: AnyPlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)
@@ -72,7 +69,7 @@ def choose(
                 best, seconds = other, other.seconds
     if operands.gated:
         return best, seconds
-    if m * n * k <= _MOST_STEPS[operands.unit] * 64**3 * num_sms and k <= _MOST_TILE_K:
+    if suits_tiles(Product(m, n, k), operands.unit, num_sms):
         machine = replace(H200, units=num_sms)
         for block_m, block_n in TILES:
             predicted = predict_tiles(Product(m, n, k), block_m, block_n, operands.unit, machine)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from rooftile.planning.stream_k import Tiling
+from rooftile.planning.stream_k_choice import CLUSTERED
 
 SHARED_BYTES = 225 * 1024  # of one CTA, a little left for barriers
 CHUNK_BYTES = 128  # of a row, that are stored at a time
@@ -133,14 +134,14 @@ CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
 PAIRS = (PAIR_LARGE, PAIR_SQUARE, PAIR_FLAT, PAIR_64)
 SPLIT = tuple(
     _cluster(*tile, sharers, split)
-    for tile, splits in (
-        ((128, 128, True, 6, 2), ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4))),
-        ((64, 256, False, 5, 1), ((1, 2), (1, 4), (2, 2), (2, 4))),
-        ((64, 128, False, 7, 1), ((1, 2), (1, 4), (2, 2), (2, 4))),
-        ((64, 64, False, 8, 1), ((1, 2), (1, 4))),
-        ((128, 256, True, 4, 2), ((1, 2), (2, 2))),
+    for tile in (
+        (128, 128, True, 6, 2),
+        (64, 256, False, 5, 1),
+        (64, 128, False, 7, 1),
+        (64, 64, False, 8, 1),
+        (128, 256, True, 4, 2),
     )
-    for sharers, split in splits
+    for sharers, split in CLUSTERED[tile[0], tile[1]]
 )
 
 

@@ -26,15 +26,12 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
-from rooftile.planning.stream_k_cost import LINE_BYTES, broken_share
+from rooftile.planning.stream_k_cost import LINE_BYTES, row_alignment
+from rooftile.planning.vendor_cost import MARGIN
 
 FP8 = torch.float8_e4m3fn
 _PART_COLUMNS = 4  # multiples of 16 bytes
 _TMA_BYTES = 16  # multiples that the copy engine can address
-# Where both are predicted to take as long the vendor's library is as good: with this "auto" lost 0.8%
-# on random multiples of 8 against the better of both, and 1.4% on PEERS.md's list; with 1.05 1.2% and
-# 3.3%.
-_MARGIN = 0.95
 _MOST_K = 2**20  # two waves of tiles, times the CTAs, times the steps of a tile stay below 2^30
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -164,14 +161,15 @@ def _choose(
     (m, k), n = a.shape, b.shape[1]
     kinds = [_operand(a, True), _operand(b, False)]
     copied = sum(x.numel() * x.element_size() for x, _, copies in kinds if copies)
-    broken = [
-        0.0 if copies else broken_share(max(x.stride()) * x.element_size())
-        for x, _, copies in kinds  # copies begin on lines
-    ]
+    # Copies begin on lines.
+    rows_of_a, rows_of_b = (
+        LINE_BYTES if copies else row_alignment(max(x.stride()) * x.element_size())
+        for x, _, copies in kinds
+    )
     plain = not scaled and a.element_size() == 2 and a.stride(1) == 1 and b.stride(0) == 1
     unit = min(row_unit(a), row_unit(b.T)) if plain else 1
     operands = Operands(
-        *(a.element_size(), plain and not gated, unit, copied, sum(broken) / 2),
+        *(a.element_size(), plain and not gated, unit, copied, (rows_of_a, rows_of_b)),
         *(plain and gated, plain and bare),
     )
     return choose(m, n, k, operands, multiprocessors(a.device), batch_invariant)[0]
@@ -313,19 +311,19 @@ def efficiency(call: Any) -> float:
         "b": (call.n if call.b_layout == "row" else call.k, call.n * call.k),
     }
     copied = sum(n * itemsize for stride, n in rows.values() if stride * itemsize % _TMA_BYTES)
-    broken = [
-        broken_share(stride * itemsize) if stride * itemsize % _TMA_BYTES == 0 else 0.0
+    rows_of_a, rows_of_b = (
+        row_alignment(stride * itemsize) if stride * itemsize % _TMA_BYTES == 0 else LINE_BYTES
         for stride, _ in rows.values()
-    ]
+    )
     plain = itemsize == 2 and (call.a_layout, call.b_layout) == ("row", "column")
     gated = reference.is_gated(call.activation)
     bare = call.activation == "none" and not call.has_residual and call.out_dtype == call.dtype
     operands = Operands(
-        *(itemsize, plain and not gated, gcd(call.k, 8), copied, sum(broken) / 2),
+        *(itemsize, plain and not gated, gcd(call.k, 8), copied, (rows_of_a, rows_of_b)),
         *(plain and gated, plain and bare),
     )
     _, seconds = choose(call.m, call.n, call.k, operands, H200.units, call.batch_invariant)
-    margin = _MARGIN if not copied else 1.0
+    margin = MARGIN if not copied else 1.0
     return (
         margin * least_time(linear_work(call.m, call.k, call.n, itemsize), H200).seconds / seconds
     )

@@ -11,9 +11,12 @@ from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, data_parallel
-from rooftile.planning.stream_k_cost import choose, is_apart, is_passing, predict
+from rooftile.planning.stream_k_choice import FEW_ROWS, choose, tilings_for
+from rooftile.planning.stream_k_cost import WHOLE_LINES, is_apart, is_passing, predict
 
-_FEW_ROWS = 64
+_CONFIGS = {
+    itemsize: {x.tiling(itemsize): x for x in CONFIGS + PAIRS + SPLIT} for itemsize in (1, 2)
+}
 
 
 @dataclass(frozen=True, eq=False)  # one object for each call of its kind: hashed by identity
@@ -106,33 +109,30 @@ def choose_plan(
     itemsize: int,
     num_sms: int,
     batch_invariant: bool = False,
-    broken: float = 0.0,
+    rows: tuple[int, int] = WHOLE_LINES,
     in_pairs: bool = False,
 ) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
     batch_invariant: whole tiles of a shape that depends on n and k alone, the one that is best for
         64 rows.
-    broken: share of the operands' rows that do not begin on cache lines.
+    rows: bytes that rows of a and of b are multiples of, a line of the cache at most.
     in_pairs: k is the contiguous dimension of both operands, so CTAs may load columns together.
     """
     machine = replace(H200, units=num_sms)
+    known = _CONFIGS[itemsize]
     if batch_invariant:
-        few = [x for x in CONFIGS if x.block_m == _FEW_ROWS]
-        whole = [data_parallel(Product(_FEW_ROWS, n, k), x.tiling(itemsize), num_sms) for x in few]
+        few = [x for x in CONFIGS if x.block_m == FEW_ROWS]
+        whole = [data_parallel(Product(FEW_ROWS, n, k), x.tiling(itemsize), num_sms) for x in few]
         times = [predict(x, machine, itemsize) for x in whole]
         config = few[times.index(min(times))]
         found = data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms)
-        return plan_of(config, found, predict(found, machine, itemsize, broken))
-    # Tiles of many rows are of no use to few, and of few rows cost many as much as others.
-    configs = [x for x in CONFIGS if x.block_m == _FEW_ROWS or m > _FEW_ROWS]
+        return plan_of(config, found, predict(found, machine, itemsize, rows))
+    product = Product(m, n, k)
     plain = in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0
-    if plain and m > _FEW_ROWS:
-        configs += [x for x in PAIRS + SPLIT if x.sharers == 1 or m > x.block_m]
-    by_tiling = {x.tiling(itemsize): x for x in configs}
-    best = choose(Product(m, n, k), machine, itemsize, list(by_tiling), broken, plain)
+    best = choose(product, machine, itemsize, tilings_for(product, itemsize, plain), rows, plain)
     found = best.decomposition
-    config = by_tiling[found.tiling]
-    if plain and config.can_pass and is_passing(found, itemsize):
+    config = known[found.tiling]
+    if plain and config.can_pass and is_passing(found, itemsize, rows):
         config = config.passing_on
     return plan_of(config, found, best.seconds)

@@ -1,0 +1,164 @@
+"""Which decomposition of a matrix product, of those that the kernel has, takes least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rooftile.planning.hardware import Machine
+from rooftile.planning.stream_k import (
+    Decomposition,
+    Product,
+    Tiling,
+    cluster_k,
+    data_parallel,
+    hybrid,
+    split_k,
+    stream_k,
+)
+from rooftile.planning.stream_k_cost import (
+    SHAPES,
+    STEP_BYTES,
+    WHOLE_LINES,
+    clusters,
+    predict,
+    steps_alone,
+    tiling_of,
+    why,
+)
+
+# Tiles whose steps along K the CTAs of a cluster can share: how many of those, one below the other,
+# load columns together, and how many share k.
+CLUSTERED: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (128, 128): ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4)),
+    (64, 256): ((1, 2), (1, 4), (2, 2), (2, 4)),
+    (64, 128): ((1, 2), (1, 4), (2, 2), (2, 4)),
+    (64, 64): ((1, 2), (1, 4)),
+    (128, 256): ((1, 2), (2, 2)),
+}
+FEW_ROWS = 64  # what tiles of more rows are of no use to
+# Elements of operands that CTAs at different places along K may share: what the L2 cache does not
+# hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
+MOST_STREAMED = 30_000_000
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True)
+class Choice:
+    decomposition: Decomposition
+    seconds: float
+
+
+def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -> list[Tiling]:
+    """Tiles that the kernel has for a product.
+
+    in_clusters: k is the contiguous dimension of both operands, of two bytes, so that the CTAs of a
+        cluster can load columns together, and share k.
+    """
+    few = product.m <= FEW_ROWS
+    shapes = [x for x in SHAPES if len(x) == 2 and not (few and x[0] > FEW_ROWS)]
+    found = [tiling_of(*shape, itemsize=itemsize) for shape in shapes]
+    if few or not in_clusters:
+        return found
+    pairs = [x for x in SHAPES if len(x) == 3 and product.m > x[0] // x[2]]
+    found += [tiling_of(*shape, itemsize=itemsize) for shape in pairs]
+    found += [
+        Tiling(block_m * sharers, block_n, STEP_BYTES // itemsize, sharers * split, split)
+        for (block_m, block_n), splits in CLUSTERED.items()
+        for sharers, split in splits
+        if sharers == 1 or product.m > block_m
+    ]
+    return found
+
+
+def candidates(
+    product: Product, num_sms: int, tilings: Iterable[Tiling]
+) -> Iterator[Decomposition]:
+    """Every scheme of every tiling, those that come out alike left out."""
+    all_sms = num_sms
+    for tiling in tilings:
+        num_sms = clusters(all_sms, tiling.ctas)
+        tiles, iterations = tiling.tiles(product), tiling.iterations(product)
+        if tiling.split > 1:
+            if iterations >= tiling.split:
+                yield cluster_k(product, tiling, num_sms)
+            continue
+        yield data_parallel(product, tiling, num_sms)
+        if tiles % num_sms == 0:
+            continue  # full waves: nothing to gain
+        most = num_sms // tiles
+        for split in sorted({*SPLITS, most}):
+            if 1 < split <= min(iterations, most):
+                yield split_k(product, tiling, num_sms, split)
+        if tiles >= num_sms:
+            yield hybrid(product, tiling, num_sms)
+        elif (product.m + product.n) * product.k < MOST_STREAMED:
+            yield stream_k(product, tiling, num_sms)
+
+
+def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
+    """The schemes with the tiles of the one that was chosen, that one last where others equal it."""
+    product, tiling = chosen.product, chosen.tiling
+    num_sms = clusters(machine.units, tiling.ctas)
+    if tiling.split > 1:
+        return [chosen]
+    found = [data_parallel(product, tiling, num_sms), stream_k(product, tiling, num_sms)]
+    split = min(num_sms // found[0].tiles, found[0].iterations)
+    if split > 1:
+        found.append(split_k(product, tiling, num_sms, split))
+    if found[0].tiles > num_sms:
+        found.append(hybrid(product, tiling, num_sms))
+    return [plan for plan in found if plan.scheme != chosen.scheme] + [chosen]
+
+
+def least(timed: Sequence[tuple[float, Decomposition]]) -> tuple[float, Decomposition]:
+    """Seconds and plan of the one that takes least; of equal ones of the largest tiles, which read
+    operands least often."""
+    return min(timed, key=lambda pair: (pair[0], -pair[1].tiling.area))
+
+
+def choose(
+    product: Product,
+    machine: Machine,
+    itemsize: int = 2,
+    tilings: Iterable[Tiling] | None = None,
+    rows: tuple[int, int] = WHOLE_LINES,
+    plain: bool = True,
+) -> Choice:
+    """The decomposition that is predicted to take least.
+
+    tilings: those to choose from, `None` for the kernel's. rows, plain: as for `predict`.
+    """
+    if tilings is None:
+        tilings = tilings_for(product, itemsize, in_clusters=plain)
+    fastest = math.inf
+    timed: list[tuple[float, Decomposition]] = []
+    for plan in candidates(product, machine.units, tilings):
+        if steps_alone(plan, machine, itemsize) > fastest:
+            continue  # most of them, and a tenth of the work
+        seconds = predict(plan, machine, itemsize, rows, plain)
+        fastest = min(fastest, seconds)
+        timed.append((seconds, plan))
+    seconds, best = least(timed)
+    return Choice(best, seconds)
+
+
+def reason(choice: Choice, machine: Machine, rows: tuple[int, int] = WHOLE_LINES) -> str:
+    """Why a decomposition was chosen for operands of two bytes whose contiguous dimension is k."""
+    best, product = choice.decomposition, choice.decomposition.product
+    tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
+    units = clusters(machine.units, best.tiling.ctas)
+    because = why(best, machine, rows)
+    if best.scheme == "data-parallel":
+        return f"{tiles}: {best.efficiency(units):.0%} of the SMs' steps are used; {because}"
+    whole = min(
+        predict(plan, machine, rows=rows, plain=True)
+        for tiling in tilings_for(product)
+        if tiling.split == 1
+        for plan in [data_parallel(product, tiling, clusters(machine.units, tiling.ctas))]
+    )
+    return (
+        f"{tiles}: {whole / choice.seconds:.2f}x the speed of whole tiles, which would leave SMs idle; "
+        f"{because}"
+    )
