@@ -102,3 +102,15 @@ def test_targets_differ_and_the_context_ends(directory: Path) -> None:
     assert capability(cpu) == (0, 0)
     with pytest.raises(ValueError, match="no target 'sm_50'"), offline("sm_50"):
         pass
+
+
+def test_how_many_requests_there_are_compiles_at_most_two_kernels_that_find_prefixes(
+    directory: Path,
+) -> None:
+    prefixes: Any = import_module("rooftile.kernels.triton.prefixes")
+    with offline("sm_90a", directory) as built:
+        for batch in (1, 31, 32, 33, 511, 513, 70_000):
+            lengths = torch.zeros(batch + 1, dtype=torch.int32)
+            table = torch.zeros(batch, 2, dtype=torch.int32)
+            prefixes.find_prefixes(lengths, lengths[1:], table, 16, 256)
+    assert [one.kernel for one in built].count("groups_kernel") == 2

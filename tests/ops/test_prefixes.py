@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from unittest import mock
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftile.ops.prefixes import FIND_PREFIXES, find_prefixes
@@ -75,6 +78,26 @@ def test_many_pages_and_prompts_of_their_own_under_one_system_prompt(kernel: str
     one = find_prefixes(made(requests[::3]), 4, kernel=kernel)
     assert one.first.tolist() == [0, 3, 3, 3]
     assert one.lens.tolist() == [2800, 0, 0]
+
+
+@pytest.mark.skipif(
+    "triton" not in kernels_to_test(FIND_PREFIXES), reason="it is interpreted apart"
+)
+@settings(max_examples=10)
+@given(
+    requests=st.lists(REQUESTS.filter(len), min_size=1, max_size=4), least=st.sampled_from([1, 8])
+)
+def test_more_requests_than_lanes(requests: list[Requests], least: int) -> None:
+    """A group goes on from one round of lanes to the next."""
+    from rooftile.kernels.triton import prefixes
+
+    batch = made(list(chain(*requests)))
+    want = find_prefixes(batch, 4, min_keys=least, kernel="reference")
+    for lanes in (1, 4):
+        with mock.patch.object(prefixes, "LANES", (lanes,)):
+            found = find_prefixes(batch, 4, min_keys=least, kernel="triton")
+        assert torch.equal(found.first, want.first)
+        assert torch.equal(found.lens, want.lens)
 
 
 def test_refusals_name_the_value() -> None:

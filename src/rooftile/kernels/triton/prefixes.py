@@ -1,6 +1,6 @@
 """Shared prefixes, found on the device: what neighbours have in common, then the groups.
 
-The second launch has one program, whose lanes are the requests.
+The second launch has one program, whose lanes are so many requests after the other.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.triton.interpreter import INTERPRETED
-from rooftile.kernels.triton.lanes import lanes_of
 from rooftile.kernels.triton.pointwise import where
 
 BLOCK = 512  # pages at a time
+LANES = (
+    32,
+    512,
+)  # requests at a time: a kernel each, which compiles for the longer the wider it is
 ALL = tl.constexpr(2**30)
 
 
@@ -84,21 +87,29 @@ def groups_kernel(
     batch,
     page_size,
     least,
-    lanes: tl.constexpr,  # a power of two above batch
+    lanes: tl.constexpr,  # requests at a time
 ):
-    request = tl.arange(0, lanes)
-    exists = request < batch
-    begins, pages = _begins(common, request, batch, page_size, least)
-    begins_next, _ = _begins(common, request + 1, batch, page_size, least)
-    counted = (begins & exists).to(tl.int32)
-    group = tl.cumsum(counted, 0) - 1
-    groups = tl.sum(counted, 0)
-    _, least_pages = tl.associative_scan((begins, tl.where(begins, ALL, pages)), 0, _fold)
-    keys = tl.where(least_pages == ALL, 0, least_pages * page_size)
-    tl.store(first + group, request, mask=begins & exists)
-    tl.store(lens + group, keys, mask=begins_next & exists)
-    tl.store(first + request, batch, mask=(request >= groups) & (request <= batch))
-    tl.store(lens + request, 0, mask=(request >= groups) & exists)
+    lane = tl.arange(0, lanes)
+    groups = tl.zeros([], tl.int32)  # that begin before these lanes
+    before = tl.full([], ALL, tl.int32)  # the least value since the last of them began
+    for start in range(0, batch, lanes):
+        request = start + lane
+        exists = request < batch
+        begins, pages = _begins(common, request, batch, page_size, least)
+        begins_next, _ = _begins(common, request + 1, batch, page_size, least)
+        counted = (begins & exists).to(tl.int32)
+        group = groups + tl.cumsum(counted, 0) - 1
+        begun, least_pages = tl.associative_scan((begins, tl.where(begins, ALL, pages)), 0, _fold)
+        least_pages = tl.where(begun, least_pages, tl.minimum(before, least_pages))
+        keys = tl.where(least_pages == ALL, 0, least_pages * page_size)
+        tl.store(first + group, request, mask=begins & exists)
+        tl.store(lens + group, keys, mask=begins_next & exists)
+        groups += tl.sum(counted, 0)
+        before = tl.sum(tl.where(lane == lanes - 1, least_pages, 0), 0)
+    for start in range(groups, batch + 1, lanes):
+        place = start + lane
+        tl.store(first + place, batch, mask=place <= batch)
+        tl.store(lens + place, 0, mask=place < batch)
 
 
 def find_prefixes(
@@ -121,7 +132,7 @@ def find_prefixes(
             page_size,
             block=BLOCK,
         )
-        lanes = lanes_of(batch + 1)
+        lanes = next((n for n in LANES if batch <= n), LANES[-1])
         groups_kernel[(1,)](common, first, lens, batch, page_size, least, lanes=lanes, num_warps=8)
     return first, lens
 
