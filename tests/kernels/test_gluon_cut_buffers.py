@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,3 +70,29 @@ def test_items_parts_and_counters(
     # As shares.py: rows_of_part lays lse and output of a part out, all its rows and columns.
     assert parts[1:] == (config.tile_rows, 1 + config.dim)
     assert cut._like_parts.numel() < 2**31
+
+
+def test_tables_outlive_their_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the table whenever it is replayed, and so does a stream that has yet to come to it."""
+    stream, capturing = 5, False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream {stream}")
+    monkeypatch.setattr(CUT, "_in_graphs", [])
+    table = Mock()
+    cut = CUT.Cut(
+        CONFIG.share_out([(0, 9)], 1, 2, CONFIG.CONFIGS[128].costs),
+        CONFIG.CONFIGS[128],
+        torch.device("cpu"),
+    )
+    cut._device, cut._items, cut._stream = SimpleNamespace(type="cuda", index=0), table, 5
+    assert cut.items() is table
+    table.record_stream.assert_not_called()
+    stream = 6
+    assert cut.items() is table
+    table.record_stream.assert_called_once_with("stream 6")
+    capturing = True
+    assert cut.items() is cut.items() is table
+    assert CUT._in_graphs == [table]
+    cut._items = None
+    assert cut.items() is None
