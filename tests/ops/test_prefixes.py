@@ -93,11 +93,10 @@ def test_more_requests_than_lanes(requests: list[Requests], least: int) -> None:
 
     batch = made(list(chain(*requests)))
     want = find_prefixes(batch, 4, min_keys=least, kernel="reference")
-    for lanes in (1, 4):
-        with mock.patch.object(prefixes, "LANES", (lanes,)):
-            found = find_prefixes(batch, 4, min_keys=least, kernel="triton")
-        assert torch.equal(found.first, want.first)
-        assert torch.equal(found.lens, want.lens)
+    with mock.patch.object(prefixes, "LANES", (2,)):
+        found = find_prefixes(batch, 4, min_keys=least, kernel="triton")
+    assert torch.equal(found.first, want.first)
+    assert torch.equal(found.lens, want.lens)
 
 
 def test_refusals_name_the_value() -> None:
