@@ -21,7 +21,7 @@ from tests.ops.attention_oracle import assert_attention_close
 
 
 def tanh_bias(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, bias: Tensor) -> Tensor:
-    return torch.tanh(s) + bias[b, h] - 0.1 * (i - j).abs()
+    return torch.tanh(s) + bias[b, h] - 0.1 * (i - j).abs().to(s.dtype)  # not in float32
 
 
 def every_third(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
