@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from hypothesis import given
+import tokenizers
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from rooftile.engine.core import Limits, SequenceDelta
 from rooftile.engine.frontend import Frontend
@@ -14,7 +16,7 @@ from rooftile.engine.outputs import TokenLogprobs
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.token_bytes import BYTE_OF, TokenBytes
 from rooftile.models.tokenizer import Tokenizer
-from rooftile.server.choices import Choice, Offsets
+from rooftile.server.choices import Choice, Offsets, prompt_entries
 from rooftile.server.logprobs import completion_logprobs
 from rooftile.server.tokens import TokenTexts
 from tests.server.live import LiveServer
@@ -85,6 +87,61 @@ def test_the_pieces_of_a_stream_make_the_whole(
     assert all(offset <= len(shown) for offset in offsets)
     if last.finish_reason == "length":
         assert len(offsets) == len(tokens)
+
+
+@given(
+    tokens=st.lists(st.sampled_from([*"ab€😀".encode(), 256]), min_size=1, max_size=12),
+    stops=st.lists(st.sampled_from(["€", "b", "a\ufffd", "\ufffd"]), max_size=2),
+)
+@example(tokens=[*"a€".encode()], stops=["€"])  # its first byte is no part of what comes before it
+@example(tokens=[ord("a"), 256, *b"bb"], stops=["bb"])
+def test_tokens_of_a_stream_are_those_of_the_whole(
+    shared_server: LiveServer, tokens: list[int], stops: list[str]
+) -> None:
+    """Byte by byte or at once: the same tokens come with the text, also where a stop string cuts it."""
+    tokenizer = tokenizer_of(shared_server)
+    texts = TokenTexts(tokenizer)
+    spelled = {texts.bytes_of(token)[0]: token for token in range(256)}
+    ids = [spelled.get(token, token) for token in tokens]
+    found = []
+    for reads in (True, False):
+        frontend = Frontend(tokenizer, LIMITS)
+        output = frontend.open("r", None, [1], SamplingParams(stop=stops, logprobs=0))
+        choice = Choice(0, output.outputs[0], texts, texts.special_ids)
+        entries = []
+        for at, token in enumerate(ids):
+            reason = "length" if at == len(ids) - 1 else None
+            frontend.apply(SequenceDelta("r", 0, (token,), (TokenLogprobs(token, -1.0),), reason))
+            if (reads or output.finished) and (news := choice.news()) is not None:
+                entries += [(entry.token_id, entry.offset) for entry in news.entries or ()]
+            if output.finished:
+                break
+        found.append(entries)
+    assert found[0] == found[1]
+
+
+def test_the_space_that_a_vocabulary_spells_before_a_text_is_not_counted() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"▁a": 0, "b": 1, "<s>": 2}, []))
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(backend)
+    texts = TokenTexts(tokenizer)
+    ids = [2, 0, 0, 1]
+    assert tokenizer.decode(ids) == "a ab"
+    given = [TokenLogprobs(token, -1.0) for token in ids]
+    assert [entry.offset for entry in prompt_entries("a ab", ids, given, texts)] == [0, 0, 1, 3]
+    for context, offsets in ([2], [0, 1, 3]), ([0], [0, 2, 4]):
+        frontend = Frontend(tokenizer, LIMITS)
+        output = frontend.open("r", None, context, SamplingParams(logprobs=0))
+        choice = Choice(0, output.outputs[0], texts, texts.special_ids)
+        found = []
+        for token in ids[1:]:
+            frontend.apply(SequenceDelta("r", 0, (token,), (TokenLogprobs(token, -1.0),)))
+            news = choice.news()
+            assert news is not None
+            found += [entry.offset for entry in news.entries or ()]
+        assert found == offsets
 
 
 @given(text=TEXTS)

@@ -41,16 +41,28 @@ class News:
 class Offsets:
     """Counts the characters before each token of a text; a character belongs to its last byte."""
 
-    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, start: int = 0, text: str | None = None) -> None:
+        """text: what the tokens spell, as far as it is known; decoders of some vocabularies leave
+        out the space that a text begins with."""
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bare = text is not None and not text.startswith(" ")
         self.total = start
+
+    @property
+    def end(self) -> int:
+        """How long the text is once the last token's last character is whole."""
+        pending, _ = self._decoder.getstate()
+        return self.total + bool(pending)
 
     def take(self, token_id: int, hidden: bool) -> int:
         """Where the token begins. hidden: it is not in the text."""
         before = self.total
         if not hidden:
-            self.total += len(self._decoder.decode(self._texts.bytes_of(token_id)))
+            piece = self._decoder.decode(self._texts.bytes_of(token_id))
+            if piece:
+                self.total += len(piece) - (self._bare and piece.startswith(" "))
+                self._bare = False
         return before
 
 
@@ -77,7 +89,7 @@ class Choice:
         self._read = 0  # log-probabilities taken from the output
         self._held: list[Entry] = []  # of tokens whose text is not shown yet
         self._ends: list[int] = []
-        self._offsets = None if texts is None else Offsets(texts)
+        self._offsets: Offsets | None = None
 
     def news(self, echo: Callable[[], Echo] | None = None) -> News | None:
         """What is new, or None. echo: makes what comes before the first news."""
@@ -91,32 +103,37 @@ class Choice:
                 prompt = echo()
                 text, entries = prompt.text, prompt.entries
                 self._start = len(text)
-                if self._texts is not None:
-                    self._offsets = Offsets(self._texts, self._start)
         self._finished = output.finished
         text += output.text[self._shown :]
         self._shown = len(output.text)
-        if self._offsets is not None:
-            entries = [*(entries or ()), *self._new_entries(self._offsets)]
+        if self._texts is not None:
+            entries = [*(entries or ()), *self._new_entries(self._texts)]
         if not (text or entries or self._finished):
             return None
         return News(text, entries, output.finish_reason, output.stop_reason)
 
-    def _new_entries(self, offsets: Offsets) -> list[Entry]:
+    def _new_entries(self, texts: TokenTexts) -> list[Entry]:
         """Of the tokens that are shown; a stop string may still take the others back."""
-        fresh = (self._output.logprobs or [])[self._read :]
+        output = self._output
+        if self._offsets is None:
+            if not (output.text or self._finished):
+                return []
+            self._offsets = Offsets(texts, self._start, output.text)
+        fresh = (output.logprobs or [])[self._read :]
         self._read += len(fresh)
         for logprobs in fresh:
-            offset = offsets.take(logprobs.token_id, logprobs.token_id in self._hidden)
+            offset = self._offsets.take(logprobs.token_id, logprobs.token_id in self._hidden)
             self._held.append(as_entry(logprobs, offset))
-            self._ends.append(offsets.total)
-        end = self._start + len(self._output.text)
-        if not self._finished:
-            count = sum(1 for token_end in self._ends if token_end <= end)
-        elif isinstance(self._output.stop_reason, str):
-            count = sum(1 for entry in self._held if entry.offset < end)
-        else:
+            self._ends.append(self._offsets.end)
+        end = self._start + len(output.text)
+        cut = self._finished and isinstance(output.stop_reason, str)
+        if self._finished and not cut:
             count = len(self._held)
+        else:  # of a token that the end cuts, the beginning was shown
+            count = sum(
+                token_end <= end or (cut and entry.offset < end)
+                for entry, token_end in zip(self._held, self._ends, strict=True)
+            )
         ready, self._held = self._held[:count], self._held[count:]
         del self._ends[:count]
         return ready
@@ -136,7 +153,7 @@ def prompt_entries(
     texts: TokenTexts,
 ) -> list[Entry]:
     """One entry a prompt token; special tokens that the text does not spell have no length."""
-    offsets = Offsets(texts)
+    offsets = Offsets(texts, text=text)
     entries = []
     for token_id, given in zip(token_ids, logprobs, strict=True):
         hidden = token_id in texts.special_ids and not text.startswith(
