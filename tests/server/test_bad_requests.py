@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftile.server.body import MAX_DEPTH, parse_json
+from rooftile.server.body import MAX_DEPTH, parse_json, validate
 from rooftile.server.errors import ApiError
+from rooftile.server.protocol.chat import ChatRequest
 from tests.server.live import LiveServer
 
 JSON = {"Content-Type": "application/json"}
@@ -288,3 +289,29 @@ def test_json_comes_through_unchanged(value: Any) -> None:
         return
     if "\\u0000" not in raw:
         assert parse_json(raw.encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"stop": [""]}, "stop[0]", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": [None]}, "stop[0]", "a valid string"),
+        ({"stop": 5}, "stop", "a valid string or a valid list"),
+        ({"early_stopping": "soon"}, "early_stopping", "a valid boolean or 'never'"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "an object"),
+        ({"messages": ["a"]}, "messages[0]", "an object"),
+        ({"n": "x", "stop": [""]}, "n", "a valid integer"),
+    ],
+    ids=str,
+)
+def test_a_field_of_several_types_is_told_what_is_wrong_with_the_type_it_has(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(ApiError) as refused:
+        validate(body, ChatRequest)
+    error = refused.value.body["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert message in error["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 
 from rooftile.server.errors import ApiError, bad_request
@@ -27,6 +29,8 @@ LARGE = 64 * 1024  # bytes of a body that takes more than a moment to look throu
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
 # Pydantic names the member of a union that it tried; clients know only the field.
 UNION_MEMBER = re.compile(r"^(str|bool|int|constrained-str)$|[\[(]")
+OTHER_TYPE = ("_type", "literal_error")  # ends of the problems of a value of another type
+INPUT = "Input should be "
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 Model = TypeVar("Model", bound=ClientModel)
@@ -87,7 +91,8 @@ def parse_json(raw: bytes) -> Any:
     except RecursionError:
         raise bad_request(f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ones
-        raise bad_request(f"the body is no JSON that can be read: {_short(str(error))}") from None
+        reason = str(error).partition("; use sys.")[0]  # Python's advice is not for clients
+        raise bad_request(f"the body is no JSON that can be read: {_short(reason)}") from None
     if brackets > MAX_DEPTH or SUSPECT_ESCAPE.search(text):
         _check_tree(value)
     return value
@@ -156,15 +161,41 @@ def validate(value: Any, model: type[Model]) -> Model:
 
 
 def _first_problem(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    nearest = _nearest(problems)
     path = ""
-    for part in first["loc"]:
+    for part in nearest[0]["loc"]:
         if isinstance(part, str) and UNION_MEMBER.search(part):
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    message = first["msg"].removeprefix("Value error, ")
+    said = dict.fromkeys(_message(problem) for problem in nearest)
+    message = f" or {INPUT}".join(said).replace(f" or {INPUT}{INPUT}", " or ")
     path = path[:100]  # it may hold a key that the client chose
     return bad_request(_short(f"{path}: {message}" if path else message), path or None)
+
+
+def _nearest(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """What is wrong with the first bad field. Of a union's members each that was tried has a problem:
+    those count that agree with the value's type, or else those that came furthest."""
+
+    def field(problem: ErrorDetails) -> tuple[int | str, ...]:
+        names = itertools.takewhile(
+            lambda part: isinstance(part, int) or not UNION_MEMBER.search(part), problem["loc"]
+        )
+        return tuple(names)
+
+    def rank(problem: ErrorDetails) -> tuple[bool, int]:
+        return not problem["type"].endswith(OTHER_TYPE), len(problem["loc"])
+
+    tried = [problem for problem in problems if field(problem) == field(problems[0])]
+    best = max(map(rank, tried))
+    return [problem for problem in tried if rank(problem) == best]
+
+
+def _message(problem: ErrorDetails) -> str:
+    if problem["type"] in ("model_type", "dict_type"):  # a class of ours is nothing to clients
+        return f"{INPUT}an object"
+    return problem["msg"].removeprefix("Value error, ")
 
 
 def _short(text: str) -> str:
