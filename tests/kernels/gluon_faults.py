@@ -4,6 +4,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
@@ -90,3 +91,32 @@ def wait_for_nothing(desc):
     mbarrier.expect(bar.index(0), desc.block_type.nbytes)
     tma_load(desc, (0, 0), bar.index(0), tile)
     mbarrier.wait(bar.index(0), 0)
+
+
+@gluon.jit
+def double(source, out, scratch, n, fault: gl.constexpr):
+    """out = 2 * source, of n numbers up to 64, by way of scratch memory of the kernel's."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, 64, layout)
+    there = lanes < n
+    shift = 0
+    if fault == "before":
+        shift = -1
+    if fault == "a load":
+        x = gl.load(source + lanes)  # which lanes beyond n are not used does not matter
+    else:
+        x = gl.load(source + shift + lanes, mask=there, other=0.0)
+    if fault == "a copy":
+        tile = gl.allocate_shared_memory(
+            gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        )
+        async_copy.async_copy_global_to_shared(tile, source + lanes)
+    if fault == "an atomic":
+        gl.atomic_add(out + n, 0.0)
+    if fault != "never written":
+        gl.store(scratch + lanes, x, mask=there)
+    x = 2.0 * gl.load(scratch + lanes, mask=there, other=0.0)
+    if fault == "a store":
+        gl.store(out + lanes, x)
+    else:
+        gl.store(out + lanes, x, mask=there)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.kernels.reference.attention import attention_varlen
 from rooftile.kernels.reference.paged import paged_attention as reference
 from rooftile.ops.attention import AttentionCall
 from rooftile.planning.split_kv import plan
@@ -272,6 +273,48 @@ def test_an_anchored_maximum(
     for left, right in ((-1, 0), (-1, -1), (70, 0), (40, 30)):
         batch = Batch(lengths, (4, 1), (dim, dim), page_size, left=left, seed=seed)
         check(batch, None, left, right, seed=seed)
+
+
+@pytest.mark.parametrize("left", [-1, 150])
+@pytest.mark.parametrize(
+    ("heads", "dims"), [((4, 1), (128, 128)), ((1, 1), (64, 64)), ((9, 9), (96, 96))]
+)
+def test_ragged_keys_as_pages_that_overlap(
+    heads: tuple[int, int], dims: tuple[int, int], left: int
+) -> None:
+    """As `attention_varlen` attends to few queries by a plan: the last pages begin beyond those that exist
+    in full, and their rows end with the keys."""
+    pytest.importorskip("triton")
+    from rooftile.kernels.triton.ragged_pages import PAGE, pages_of
+
+    lengths = [(20, 400), (3, 131), (1, 128), (5, 1), (0, 0), (2, 130)]
+    batch = Batch(lengths, heads, dims, PAGE, padding=3)
+    starts = torch.tensor([0, *(kv_len for _, kv_len in lengths)]).cumsum(0)
+    k, v = (torch.randn(int(starts[-1]), heads[1], dim).to(batch.q.dtype) for dim in dims)
+    batch.k_pages, batch.v_pages = pages_of(k), pages_of(v)
+    for i, (_, kv_len) in enumerate(lengths):
+        used = -(-kv_len // PAGE)
+        batch.table[i] = 10**6
+        batch.table[i, :used] = starts[i] + PAGE * torch.arange(used)
+    sink = torch.randn(heads[0])
+    cu = (
+        torch.cat([batch.cu_seqlens_q, torch.tensor([len(batch.q)])]),
+        torch.cat([starts, starts[-1:]]),
+    )
+    spec = batch.spec(left, 0)
+    with simulation(seed=left + 1):
+        got = KERNEL.paged_attention(
+            *batch.arguments, sink, left, 0, 0.0, 0.125, None, None, False, batch.planned(spec),
+            spec.numbers,
+        )  # fmt: skip
+    exact = attention_varlen(
+        batch.q.nan_to_num().double(), k.double(), v.double(), *cu, batch.max_q_len, batch.max_kv_len,
+        sink.double(), left, 0, 0.0, 0.125,
+    )  # fmt: skip
+    count = int(batch.cu_seqlens_q[-1])
+    assert_close((got[0][:count], got[1][:count]), (exact[0][:count], exact[1][:count]))
+    assert bool((got[0][count:] == 0).all())
+    assert bool((got[1][count:] == -math.inf).all())
 
 
 @pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice

@@ -81,5 +81,66 @@ def test_descriptor_rules() -> None:
     x = torch.zeros(4, 100, dtype=torch.float16)
     with pytest.raises(SimulationError, match="strides that are multiples of 16 bytes"):
         Descriptor(x, [4, 100], [100, 1], [4, 64], None)
-    with pytest.raises(SimulationError, match="beyond its tensor's memory"):
+    with pytest.raises(SimulationError, match="reaches beyond its tensor"):
         Descriptor(x, [9, 96], [96, 1], [8, 64], None).addresses((4, 64))
+    Descriptor(x, [9, 100], [96, 1], [8, 64], None).addresses((9, 64))  # clipped: nothing is read
+
+
+def doubled(fault: str, n: int = 50) -> tuple[Tensor, Tensor]:
+    """Each tensor has others on both sides in its storage, which are not the kernel's."""
+    memory = torch.arange(400.0)
+    source, out = memory[100 : 100 + n], memory[200 : 200 + n]
+    with simulation():
+        scratch = torch.empty(n)
+        FAULTS.double[(1,)](source, out, scratch, n, fault)
+    outside = torch.cat([memory[:200], memory[200 + n :]])
+    assert torch.equal(outside, torch.cat([torch.arange(200.0), torch.arange(200.0 + n, 400)]))
+    return out, 2 * source
+
+
+def test_access_within_tensors() -> None:
+    assert torch.equal(*doubled("", 64))
+    assert torch.equal(*doubled(""))
+    assert doubled("", 0)[0].numel() == 0  # masks let nothing through
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("a load", "a load reaches beyond its tensor: element 63 of source, which has 50"),
+        ("before", "a load reaches beyond its tensor: element -1 of source"),
+        ("a copy", "a copy reaches beyond its tensor: element 63 of source"),
+        ("a store", "a store reaches beyond its tensor: element 63 of out"),
+        ("an atomic", "an atomic reaches beyond its tensor: element 50 of out"),
+        ("never written", "a load of element 0 of scratch: nobody wrote it"),
+    ],
+)
+def test_access_beyond_tensors_and_of_what_nobody_wrote(fault: str, message: str) -> None:
+    with pytest.raises(SimulationError, match=message):
+        doubled(fault)
+
+
+def test_what_host_code_writes_is_written() -> None:
+    n = 50
+    out = torch.zeros(n)
+    with simulation():
+        scratch = torch.empty_like(out)
+        assert bool(scratch.isnan().all())
+        scratch.copy_(torch.ones(n))
+        FAULTS.double[(1,)](out, out, scratch, n, "never written")
+    assert torch.equal(out, torch.full((n,), 2.0))
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_copies_of_what_is_not_the_tensors(rows: int) -> None:
+    """A descriptor that says more rows than its tensor has: those after it are in the same storage."""
+    x = torch.randn(256, 64).half()
+    out = torch.zeros(64, 64).half()
+    target = Descriptor(out, out.shape, out.stride(), [64, 64], None)
+    source = Descriptor(x[64 : 64 + rows], [128, 64], [64, 1], [64, 64], None)
+    with simulation():
+        if rows == 128:
+            FAULTS.sum_of_products[(1,)](source, target, 2, "")
+        else:
+            with pytest.raises(SimulationError, match="the copy engine reaches beyond its tensor"):
+                FAULTS.sum_of_products[(1,)](source, target, 2, "")

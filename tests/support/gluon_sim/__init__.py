@@ -17,6 +17,8 @@ runs: the host's descriptors and launch, and the device code. What is modelled:
 - generic writes to shared memory that the copy engine and wgmma may not read before
   `fence_async_shared`;
 - asynchronous wgmma, evaluated at its issue or as late as its wait;
+- loads, stores, atomics and copies held to the tensor that they are made through, every lane that a mask
+  lets through, and reads of memory that host code allocated and nobody wrote;
 - deadlocks, reported with what every role waits for and where.
 
 What is not, and stays the GPU's to check: register layouts and their conversions, swizzles, bank

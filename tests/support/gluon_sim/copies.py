@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.support.gluon_sim import machine
 from tests.support.gluon_sim.memory import Pointer, SharedTile
@@ -32,13 +31,16 @@ def start(shared: SharedTile, source: Pointer, mask: Any = None) -> None:
     group = _groups()[-1]
     group.left += 1
     shared.poison()
-    offset = torch.as_tensor(source.offset).as_subclass(Tensor).long()
-    wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-    offset, wanted = torch.broadcast_tensors(offset, wanted.as_subclass(Tensor))
+    places, wanted = source.places(mask, "a copy", reads=True)
 
     def complete() -> None:
-        values = source.memory[torch.where(wanted, offset, 0)]
-        shared.data.copy_(torch.where(wanted, values, torch.zeros((), dtype=values.dtype)))
+        if wanted is None:
+            shared.data.copy_(source.memory[places])
+        elif bool(wanted.any()):
+            values = source.memory[places]
+            shared.data.copy_(torch.where(wanted, values, torch.zeros((), dtype=values.dtype)))
+        else:  # the tensor may be empty
+            shared.data.zero_()
         group.left -= 1
 
     machine.scheduler().events.append(complete)

@@ -21,6 +21,7 @@ from tests.support.gluon_sim.memory import (
     pointer,
     tile,
 )
+from tests.support.gluon_sim.regions import watching_what_is_written
 from tests.support.gluon_sim.scheduler import Scheduler, Task, current_task
 
 _settings: dict[str, int] = {"seed": 0, "residency": 2}
@@ -32,7 +33,8 @@ def simulation(seed: int = 0, residency: int = 2) -> Iterator[None]:
     before = dict(_settings)
     _settings.update(seed=seed, residency=residency)
     try:
-        yield
+        with watching_what_is_written():
+            yield
     finally:
         _settings.update(before)
 
@@ -78,7 +80,7 @@ def launch(kernel: Callable[..., None], grid: Any, *args: Any, **options: Any) -
         *args, **{k: v for k, v in options.items() if k in names}
     )
     bound.arguments = {
-        name: pointer(value) if isinstance(value, Tensor) else value
+        name: pointer(value, name) if isinstance(value, Tensor) else value
         for name, value in bound.arguments.items()
     }
     machine = Launch(grid)
@@ -262,12 +264,13 @@ class Store:
 def tma_store(desc: Descriptor, coordinates: Sequence[int], source: SharedTile) -> None:
     _check_box(desc, source)
     source.read_by_hardware("TMA store")
-    address, inside = desc.addresses(coordinates)
+    address, inside = desc.addresses(coordinates, reads=False)
     store = Store()
 
     def complete() -> None:
         values = source.read_by_hardware("TMA store")
         desc.memory[address[inside]] = values[inside]
+        desc.region.wrote(address[inside])
         store.read = True
 
     role().stores.append(store)
@@ -352,27 +355,26 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 
 def load(source: Pointer, mask: Any = None, other: Any = 0) -> Any:
     scheduler().pause()
-    offset = torch.as_tensor(source.offset).as_subclass(Tensor).long()
-    if mask is not None:
-        mask = torch.as_tensor(mask).as_subclass(Tensor)
-        offset, mask = torch.broadcast_tensors(offset, mask)
-        offset = torch.where(mask, offset, 0)
-    values = source.memory[offset]
-    if mask is not None:
-        values = torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype))
+    places, wanted = source.places(mask, "a load", reads=True)
+    if wanted is None:
+        values = source.memory[places]
+    elif bool(wanted.any()):
+        values = source.memory[places]
+        values = torch.where(wanted, values, torch.as_tensor(other, dtype=values.dtype))
+    else:  # the tensor may be empty
+        values = torch.as_tensor(other, dtype=source.memory.dtype).expand(places.shape).clone()
     return tile(values) if values.dim() else values.item()
 
 
 def store(target: Pointer, value: Any, mask: Any = None) -> None:
-    offset = torch.as_tensor(target.offset).as_subclass(Tensor).long()
     value = torch.as_tensor(value).as_subclass(Tensor)
-    offset, value = torch.broadcast_tensors(offset, value)
-    if mask is not None:
-        mask = torch.broadcast_to(torch.as_tensor(mask).as_subclass(Tensor), offset.shape)
-        offset, value = offset[mask], value[mask]
-    if offset.numel() and not 0 <= int(offset.min()) <= int(offset.max()) < target.memory.numel():
-        raise SimulationError("a store beyond its tensor's memory")
-    target.memory[offset] = value.to(target.memory.dtype)
+    places, wanted = target.places(mask, "a store", reads=False)
+    value, places = torch.broadcast_tensors(value, places)
+    if wanted is not None:
+        wanted = wanted.expand(places.shape)
+        value, places = value[wanted], places[wanted]
+    target.memory[places] = value.to(target.memory.dtype)
+    target.region.wrote(places)
     scheduler().pause()
 
 
@@ -380,9 +382,10 @@ def atomic_add(
     target: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu"
 ) -> Any:
     scheduler().pause()
-    offset = torch.as_tensor(target.offset).as_subclass(Tensor).long()
-    wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
-    at = offset[wanted.as_subclass(Tensor)]
+    places, wanted = target.places(mask, "an atomic", reads=True)
+    if wanted is None:
+        wanted = torch.ones_like(places, dtype=torch.bool)
+    at = places[wanted]
     memory = target.memory
     before = memory[at].clone()
     if not torch.as_tensor(
@@ -395,19 +398,21 @@ def atomic_add(
             )
             before = memory[at].clone()
         role().last_poll = (*poll[:2], before.tolist())
-    added = torch.as_tensor(value, dtype=memory.dtype).expand(offset.shape)
-    memory.index_add_(0, at.reshape(-1), added[wanted.as_subclass(Tensor)].reshape(-1))
-    if not offset.dim():
+    added = torch.as_tensor(value, dtype=memory.dtype).as_subclass(Tensor).expand(places.shape)
+    memory.index_add_(0, at.reshape(-1), added[wanted].reshape(-1))
+    if not places.dim():
         return before.item()
-    found = torch.zeros_like(offset, dtype=memory.dtype)
-    found[wanted.as_subclass(Tensor)] = before
+    found = torch.zeros_like(places, dtype=memory.dtype)
+    found[wanted] = before
     return tile(found)
 
 
 def atomic_xchg(target: Pointer, value: int, sem: str = "acq_rel", scope: str = "gpu") -> Any:
     scheduler().pause()
-    before = target.memory[int(target.offset)].item()
-    target.memory[int(target.offset)] = value
+    place, _ = target.places(None, "an atomic", reads=False)
+    before = target.memory[place].item()
+    target.memory[place] = value
+    target.region.wrote(place)
     scheduler().pause()
     return before
 

@@ -11,6 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.support.gluon_sim.errors import SimulationError
+from tests.support.gluon_sim.regions import Region, flat, nothing
+
+__all__ = [
+    "Boxes",
+    "Descriptor",
+    "Pointer",
+    "SharedTile",
+    "Tile",
+    "flat",
+    "nothing",
+    "pointer",
+    "tile",
+]
 
 
 class Tile(torch.Tensor):
@@ -105,31 +118,35 @@ class Boxes:
         return part.reshape(self.box)
 
 
-def nothing(dtype: torch.dtype) -> float | int:
-    """What memory that nobody wrote is filled with."""
-    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
 class Pointer:
-    """A pointer argument: a flat view of its tensor's memory, and an offset."""
+    """A pointer argument: the region of its tensor, and an offset in its storage."""
 
-    def __init__(self, memory: Tensor, offset: Any) -> None:
-        self.memory = memory
+    def __init__(self, region: Region, offset: Any) -> None:
+        self.region = region
         self.offset = offset
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+        self.dtype = SimpleNamespace(element_ty=region.memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + offset)
+        return Pointer(self.region, self.offset + offset)
+
+    @property
+    def memory(self) -> Tensor:
+        return self.region.memory
+
+    def places(self, mask: Any, what: str, reads: bool) -> tuple[Tensor, Tensor | None]:
+        """Places of all lanes, and which of them have access (None: all); checked. The others' are 0."""
+        places = torch.as_tensor(self.offset).as_subclass(Tensor).long()
+        if mask is None:
+            self.region.check(places, what, reads)
+            return places, None
+        wanted = torch.as_tensor(mask).as_subclass(Tensor)
+        places, wanted = torch.broadcast_tensors(places, wanted)
+        self.region.check(places[wanted], what, reads)
+        return torch.where(wanted, places, 0), wanted
 
 
-def flat(x: Tensor) -> Tensor:
-    """All of a tensor's storage, so that strides and wrong addresses act as on a GPU."""
-    size = x.untyped_storage().nbytes() // x.element_size()
-    return torch.as_strided(x.detach(), (size,), (1,), 0)
-
-
-def pointer(x: Tensor) -> Pointer:
-    return Pointer(flat(x), x.storage_offset())
+def pointer(x: Tensor, name: str = "a tensor") -> Pointer:
+    return Pointer(Region(x, name), x.storage_offset())
 
 
 class Descriptor:
@@ -157,7 +174,8 @@ class Descriptor:
         broken = [rule for rule, kept in rules.items() if not kept]
         if broken:
             raise SimulationError(f"descriptor breaks: {'; '.join(broken)}")
-        self.memory = flat(base)
+        self.region = Region(base, "a descriptor's")
+        self.memory = self.region.memory
         self.offset = base.storage_offset()
         self.shape, self.strides, self.block_shape = list(shape), list(strides), list(block_shape)
         self.layout = layout
@@ -167,14 +185,15 @@ class Descriptor:
     def block_type(self) -> Any:
         return SimpleNamespace(nbytes=math.prod(self.block_shape) * self.dtype.itemsize)
 
-    def addresses(self, coordinates: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Addresses of a box in elements, and which of them lie inside the tensor."""
+    def addresses(self, coordinates: Sequence[int], reads: bool = True) -> tuple[Tensor, Tensor]:
+        """Addresses of a box in elements, and which of them lie inside the tensor; checked."""
         if len(coordinates) != len(self.shape):
             raise SimulationError(
                 f"{len(coordinates)} coordinates for {len(self.shape)} dimensions"
             )
         address = torch.zeros((), dtype=torch.int64)
         inside = torch.ones((), dtype=torch.bool)
+        low, span = self.offset, 0  # of what lies inside
         for d, (start, size, stride, extent) in enumerate(
             zip(coordinates, self.block_shape, self.strides, self.shape, strict=True)
         ):
@@ -183,8 +202,15 @@ class Descriptor:
             )
             address = address + at * stride  # wraps at 2^64 as the engine's arithmetic does
             inside = inside & (at >= 0) & (at < extent)
+            first, last = max(int(start), 0), min(int(start) + size, extent) - 1
+            low, span = (
+                low + first * stride,
+                -1 if span < 0 or last < first else span + (last - first) * stride,
+            )
         address = address + self.offset
-        outside = inside & ((address < 0) | (address >= self.memory.numel()))
-        if bool(outside.any()):
-            raise SimulationError("the copy engine reaches beyond its tensor's memory")
+        if span >= 0:
+            low = (low + 2**63) % 2**64 - 2**63
+            self.region.check_span(low, low + span, "the copy engine")
+            if reads:
+                self.region.check_written(address[inside], "the copy engine")
         return address, inside
