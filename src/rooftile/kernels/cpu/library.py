@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -114,12 +115,28 @@ def _find() -> Path | str:
             "the native CPU kernels are not compiled and there is no C++ compiler; install g++ or "
             "clang++ (they are compiled on next use), or set CXX"
         )
-    print("rooftile: compiling the CPU kernels, once ...", file=sys.stderr, flush=True)
     try:
-        compile_library(cached, compiler)
+        with _alone(cached):
+            if not cached.is_file():  # another process may just have made it
+                print("rooftile: compiling the CPU kernels, once ...", file=sys.stderr, flush=True)
+                compile_library(cached, compiler)
     except (RuntimeError, OSError) as error:
         return f"the native CPU kernels do not compile: {error}"
     return cached
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Within, no other process or thread that asks makes `target`; it takes half a minute.
+
+    Raises:
+        OSError: there can be nothing beside `target`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _cache_directory() -> Path:
