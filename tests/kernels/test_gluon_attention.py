@@ -20,17 +20,24 @@ from rooftile.kernels.reference import attention as reference
 from rooftile.kernels.reference import attention_alibi as reference_alibi
 from tests.support.gluon_sim import load_simulated, simulation
 
-KERNEL, CONFIG, ALIBI = load_simulated(
+KERNEL, DENSE, RAGGED, CONFIG, ALIBI = load_simulated(
     "rooftile.kernels.gluon.attention.forward",
+    "rooftile.kernels.gluon.attention.dense",
+    "rooftile.kernels.gluon.attention.ragged",
     "rooftile.kernels.gluon.attention.config",
     "rooftile.kernels.gluon.attention_alibi",
 )
 WINDOWS = [(-1, -1), (-1, 0), (40, 0), (0, 0), (70, 10), (-1, 30), (20, -1)]
 
 
+def set_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    for kind in (DENSE, RAGGED):
+        monkeypatch.setattr(kind, "multiprocessors", lambda device: number)
+
+
 @pytest.fixture(autouse=True)
 def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 3)
+    set_multiprocessors(monkeypatch, 3)
 
 
 def assert_close(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
@@ -194,13 +201,13 @@ def test_any_scale(scale: float) -> None:
 def test_strides_as_they_come() -> None:
     (qkv,) = normal(2, torch.bfloat16, (2, 150, 3, 2, 64))
     q, k, v = qkv.unbind(2)
-    assert KERNEL.addressable(q) is q
+    assert DENSE.addressable(q) is q
     check_dense(q, k, v, None, -1, 0, 0.0, 0.125)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     check_dense(q, k, v, None, -1, 0, 0.0, 0.125)
     (narrow,) = normal(3, torch.bfloat16, (1, 90, 2, 67))  # strides the copy engine cannot take
     q = narrow[..., 1:65]
-    assert KERNEL.addressable(q) is not q
+    assert DENSE.addressable(q) is not q
     check_dense(q, q, q, None, -1, -1, 0.0, 0.125)
     (one,) = normal(4, torch.bfloat16, (1, 1, 1, 64))
     k = one.expand(1, 200, 1, 64)  # stride 0

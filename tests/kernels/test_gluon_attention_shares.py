@@ -19,6 +19,7 @@ from tests.kernels.test_gluon_attention import (
     WINDOWS,
     assert_close,
     normal,
+    set_multiprocessors,
     wide,
 )
 from tests.kernels.test_gluon_attention_switches import rising
@@ -39,7 +40,7 @@ CHEAP = Costs(block=10, item=1, part=1, join=0, fewest=1)
 
 @pytest.fixture(autouse=True)
 def every_call_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 5)
+    set_multiprocessors(monkeypatch, 5)
     monkeypatch.setattr(CONFIG, "CUT_BELOW", math.inf)
     monkeypatch.setattr(CONFIG, "share_out", lambda *call: share_out(*call[:3], CHEAP))
     monkeypatch.setattr(KERNEL, "_dense", {})

@@ -15,8 +15,9 @@ from torch import Tensor
 from rooftile.kernels.reference import attention as reference
 from tests.support.gluon_sim import load_simulated, simulation
 
-KERNEL, CONFIG, SHORT = load_simulated(
+KERNEL, DENSE, CONFIG, SHORT = load_simulated(
     "rooftile.kernels.gluon.attention.forward",
+    "rooftile.kernels.gluon.attention.dense",
     "rooftile.kernels.gluon.attention.config",
     "rooftile.kernels.gluon.attention.short.forward",
 )
@@ -111,8 +112,8 @@ def test_which_calls_are_short() -> None:
 
 @pytest.mark.parametrize("short", SHORTS, ids=str)
 def test_the_operator_takes_it(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KERNEL, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(KERNEL, "config_of", None)  # of the other kernel
+    monkeypatch.setattr(DENSE, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(DENSE, "config_of", None)  # of the other kernel
     g = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(2, 70, 2, short.dim, generator=g).bfloat16() for _ in range(3))
     options = (None, -1, 0, 0.0)

@@ -12,8 +12,10 @@ import torch
 
 from tests.support.gluon_sim import load_simulated
 
-KERNEL, PAGED = load_simulated(
-    "rooftile.kernels.gluon.attention.forward", "rooftile.kernels.gluon.paged.forward"
+KERNEL, CONFIG, PAGED = load_simulated(
+    "rooftile.kernels.gluon.attention.forward",
+    "rooftile.kernels.gluon.attention.config",
+    "rooftile.kernels.gluon.paged.forward",
 )
 Q, K, V = torch.zeros(20, 4, 64), torch.zeros(30, 2, 64), torch.zeros(30, 2, 64)
 CU = torch.tensor([0, 20]), torch.tensor([0, 30])
@@ -47,7 +49,7 @@ DENSE = {"q": Q[None], "k": K[None], "v": V[None], "sink": None, "left": -1, "ri
 RAGGED = {"q": Q, "k": K, "v": V, "cu_seqlens_q": CU[0], "cu_seqlens_k": CU[1], "max_q_len": 9,
           "max_kv_len": 9, "sink": None, "left": -1, "right": 0, "softcap": 0.0, "scale": 0.1}  # fmt: skip
 OTHER = {"sink": torch.zeros(4), "left": 5, "right": 1, "softcap": 2.0, "scale": 0.2, "max_q_len": 10,
-         "max_kv_len": 10, "slopes": torch.zeros(4), "config": KERNEL.config_of(64, 64, 20, 0)}  # fmt: skip
+         "max_kv_len": 10, "slopes": torch.zeros(4), "config": CONFIG.config_of(64, 64, 20, 0)}  # fmt: skip
 
 
 @pytest.mark.parametrize("ragged", [False, True])

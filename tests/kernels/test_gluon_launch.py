@@ -10,8 +10,9 @@ import torch
 
 from tests.support.gluon_sim import load_simulated, simulation
 
-FORWARD, CONFIG, COUNTER, LAUNCH = load_simulated(
+FORWARD, DENSE, CONFIG, COUNTER, LAUNCH = load_simulated(
     "rooftile.kernels.gluon.attention.forward",
+    "rooftile.kernels.gluon.attention.dense",
     "rooftile.kernels.gluon.attention.config",
     "rooftile.kernels.gluon.counter",
     "rooftile.kernels.gluon.launch",
@@ -23,8 +24,8 @@ def test_a_kernel_leaves_its_counter_at_zero(
     monkeypatch: pytest.MonkeyPatch, residency: int
 ) -> None:
     slot = torch.zeros(4, dtype=torch.int32)
-    monkeypatch.setattr(FORWARD, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(FORWARD, "counter", lambda device: slot)
+    monkeypatch.setattr(DENSE, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(DENSE, "counter", lambda device: slot)
     q = torch.randn(1, 700, 2, 64).bfloat16()
     results = []
     for seed in range(3):

@@ -40,7 +40,7 @@ def seen_from(position: int, q_len: int, kv_len: int) -> torch.Tensor:
 @pytest.mark.parametrize("place", [0, 150, 299])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_dense(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense.KERNEL, "multiprocessors", lambda device: 3)
+    dense.set_multiprocessors(monkeypatch, 3)
     config = CONFIGS[name]
     dim = config.dim
     q, k, v = dense.normal(3, BFLOAT16, (1, 330, 2, dim), (1, 300, 1, dim), (1, 300, 1, dim))

@@ -84,12 +84,12 @@ def _cut(case: AttentionCase, table: Any, config: Any, units: int) -> str:
     right = 0 if case.causal else -1
     heads, places = case.batch * case.num_q_heads, units * config.ctas
     head_bytes = kv_len * (case.k_dim + case.v_dim) * 2
-    together = table.heads_at_a_time(config.dim, q_len, head_bytes) if case.causal else 1
-    together = min(together * case.num_q_heads // case.num_kv_heads, heads)
+    group_size = case.num_q_heads // case.num_kv_heads
+    section = table.section_of(config.dim, q_len, right, head_bytes, group_size, heads)
     last_first = case.causal or case.ragged
     shares = table.shares_of(
         *(config, heads, q_len, kv_len, -1, right, places, last_first),
-        *(head_bytes * case.batch * case.num_kv_heads, 0 if case.ragged else together),
+        *(head_bytes * case.batch * case.num_kv_heads, 0 if case.ragged else section),
     )
     if shares is None:
         return ""

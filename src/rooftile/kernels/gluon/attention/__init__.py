@@ -12,6 +12,7 @@ are ordered by a small kernel on the device, so nothing waits for the host.
 | file | what it is |
 | --- | --- |
 | forward.py | from an operator's arguments to a launch |
+| dense.py, ragged.py, call.py | what is worked out once for a kind of dense, of ragged, of both calls |
 | config.py | tile sizes and switches for each head dim and length |
 | kernel.py | shared memory, barriers, roles |
 | problem.py | what every role knows; which tile is which |

@@ -240,6 +240,14 @@ def heads_at_a_time(dim: int, q_len: int, head_bytes: int) -> int:
     return max(section // head_bytes, 1)
 
 
+def section_of(
+    dim: int, q_len: int, right: int, head_bytes: int, group_size: int, heads: int
+) -> int:
+    """Query heads, of all sequences together, whose tiles a dense call takes before those of others."""
+    together = heads_at_a_time(dim, q_len, head_bytes) if right >= 0 else 1
+    return min(together * group_size, heads)
+
+
 def typical_length(tokens: int, batch: int, longest: int) -> int:
     """Of a ragged batch: most of the work is in sequences longer than the mean."""
     return min(longest, 2 * tokens // max(batch, 1))
