@@ -70,7 +70,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()
