@@ -153,8 +153,8 @@ class Prices:
         """Seconds."""
         s = self.step_sharpness
         requests, answers = self.loading(of, scattered)
-        multiplying = of.clocks * (1 + self.hot * of.hot)
-        return (multiplying**s + requests**s + answers**s) ** (1 / s) / self.clock
+        clocks = (of.clocks**s + requests**s + answers**s) ** (1 / s)
+        return clocks * (1 + self.hot * of.hot) / self.clock
 
     def results(self, of: Counts) -> float:
         """Seconds in which a CTA stores them, and exchanges sums before that."""
