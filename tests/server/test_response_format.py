@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import pydantic
@@ -118,6 +120,12 @@ def test_text_is_no_grammar(server: LiveServer) -> None:
         {"type": "object", "required": ["nowhere"]},
         {"anyOf": [{"type": "integer"}], "minimum": 3},
         {"anyOf": [{"$ref": "#"}]},  # nothing follows it
+        {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "null"} for i in range(300)},
+            "additionalProperties": False,
+            "minProperties": 150,
+        },
     ],
     ids=lambda schema: json.dumps(schema)[:40],
 )
@@ -315,3 +323,39 @@ def test_without_xgrammar_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(NotImplementedError, match="pip install 'rooftile\\[grammar\\]'"):
         GrammarCompiler(tokenizer, 260, frozenset({257})).compile(ANY_OBJECT)
+
+
+def test_schemas_that_take_long_hold_up_nobody_else(
+    make_server: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    grammars = server.server.service.grammars
+    assert grammars is not None
+    go = threading.Event()
+    compile_now = grammars._compile
+
+    def compile_later(spec: JsonSpec) -> Any:
+        assert go.wait(60)
+        return compile_now(spec)
+
+    def ask(maximum: int) -> int:
+        schema = {"type": "integer", "minimum": 0, "maximum": maximum}
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        with server.http() as http:
+            body = {**CHAT, "max_tokens": 5, "response_format": wanted}
+            return http.post("/v1/chat/completions", json=body).status_code
+
+    assert ask(9) == 200
+    monkeypatch.setattr(grammars, "_compile", compile_later)
+    monkeypatch.setattr("rooftile.server.service.MOST_COMPILING", 3)
+    with ThreadPoolExecutor(4) as clients:
+        slow = [clients.submit(ask, 10 + number) for number in range(4)]
+        (full,) = wait(slow, return_when=FIRST_COMPLETED, timeout=60).done
+        assert full.result() == 429  # one more than may wait
+        with server.http() as http:
+            texts = http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2})
+        assert texts.status_code == 200
+        assert ask(9) == 200  # its grammar is known
+        go.set()
+        assert sorted(future.result(60) for future in slow) == [200, 200, 200, 429]
+    server.assert_idle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,7 +64,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept, and never held for long
+        self._compiling = threading.Lock()
         self._backend: Any = None
         self._compiled: OrderedDict[JsonSpec, Any] = OrderedDict()
 
@@ -75,19 +76,26 @@ class GrammarCompiler:
             ValueError: a schema that is not valid, or asks for what the backend cannot do.
             NotImplementedError: the package xgrammar is not installed.
         """
-        with self._lock:
-            if self._backend is None:
-                self._backend = self._make_backend()
-            compiled = self._compiled.get(spec)
-            if compiled is None:
-                compiled = self._compile(spec)
-                if not self._grammar(compiled).mask().any():
-                    raise ValueError("the JSON schema cannot be used: no text can ever follow it")
+        compiled = self._kept(spec)
+        if compiled is None:
+            with self._compiling:
+                compiled = self._kept(spec) or self._compile(spec)
+            with self._lock:
                 self._compiled[spec] = compiled
                 if len(self._compiled) > MOST_COMPILED:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(spec)
         return lambda: self._grammar(compiled)
+
+    def keeps(self, spec: JsonSpec) -> bool:
+        """Whether it was compiled lately, so that `compile` takes no time."""
+        return self._kept(spec) is not None
+
+    def _kept(self, spec: JsonSpec) -> Any:
+        with self._lock:
+            compiled = self._compiled.get(spec)
+            if compiled is not None:
+                self._compiled.move_to_end(spec)
+            return compiled
 
     def _grammar(self, compiled: Any) -> Grammar:
         return _XGrammar(compiled, self._vocab_size, self._eos_token_ids)
@@ -114,14 +122,19 @@ class GrammarCompiler:
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _compile(self, spec: JsonSpec) -> Any:
+        if self._backend is None:
+            self._backend = self._make_backend()
         try:
-            return self._backend.compile_json_schema(
+            compiled = self._backend.compile_json_schema(
                 spec.schema, strict_mode=spec.strict, max_whitespace_cnt=MOST_SPACES
             )
         except Exception as error:  # the backend raises several kinds
             lines = str(error).strip().splitlines() or [type(error).__name__]
             reason = SOURCE_PLACE.sub("", lines[-1])
             raise ValueError(f"the JSON schema cannot be used: {reason[:200]}") from None
+        if not self._grammar(compiled).mask().any():
+            raise ValueError("the JSON schema cannot be used: no text can ever follow it")
+        return compiled
 
 
 class _XGrammar:
@@ -213,11 +226,21 @@ def _common_length(first: list[int], second: list[int]) -> int:
     return min(len(first), len(second))
 
 
+def has_grammar(processor: Any) -> bool:
+    """Whether one of a chain of processors follows a grammar."""
+    return any(True for _ in _grammars(processor))
+
+
 def bind_grammars(processor: Any, compiler: GrammarCompiler | None) -> None:
     """Compile the grammars in a chain of processors. Raises: what `GrammarCompiler.compile` does."""
+    for grammar in _grammars(processor):
+        if compiler is None:
+            raise ValueError("output in JSON needs a tokenizer, which this model does not have")
+        grammar.bind(compiler)
+
+
+def _grammars(processor: Any) -> Iterator[GrammarProcessor]:
     while processor is not None:
         if isinstance(processor, GrammarProcessor):
-            if compiler is None:
-                raise ValueError("output in JSON needs a tokenizer, which this model does not have")
-            processor.bind(compiler)
+            yield processor
         processor = getattr(processor, "then", None)

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.core import Limits
-from rooftile.engine.grammar import GrammarCompiler, bind_grammars
+from rooftile.engine.grammar import GrammarCompiler
+from rooftile.engine.grammar_queue import GrammarQueue
 from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, EngineDied, Refuse, Shutdown, ToEngine
-from rooftile.engine.params import SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 KILL_AFTER = 10.0  # seconds that a child may take to end by itself
@@ -204,13 +204,10 @@ def _run_child(config: EngineConfig, pipe: Connection) -> None:
     if loaded is None:
         return
     engine, compiler = loaded
+    requests = GrammarQueue(engine, compiler)
     while True:
         message = inbox.get()
-        if isinstance(message, AddRequest) and isinstance(message.params, SamplingParams):
-            # One that cannot be compiled fails its own request, when it is first called.
-            with contextlib.suppress(ValueError, NotImplementedError):
-                bind_grammars(message.params.logits_processor, compiler)
-        engine.send(message)
+        requests.send(message)
         if isinstance(message, Shutdown):
             engine.join()
             return

@@ -45,6 +45,11 @@ def unavailable(message: str, code: str, retry_seconds: int | None = None) -> Ap
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
+def queue_full(message: str) -> ApiError:
+    headers = {"Retry-After": "1"}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
 def failed(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 

@@ -17,6 +17,9 @@ from rooftile.server.schema_values import SchemaValues, declared_types
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
 MAX_PATTERN_CHARACTERS = 200
+MAX_COUNTED = (
+    3000  # properties x how many of them there may be: the grammar has a rule for each pair
+)
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Followed nowhere, with the values that say nothing.
 IGNORED: dict[str, tuple[Any, ...]] = {
@@ -122,11 +125,20 @@ def _check(schema: dict[str, Any]) -> None:
 
 def _check_properties(schema: dict[str, Any]) -> None:
     required, properties = schema.get("required"), schema.get("properties", {})
-    if not isinstance(required, list) or not isinstance(properties, dict):
+    if not isinstance(properties, dict):
+        return  # the compiler says what is wrong with it
+    if not isinstance(required, list):
         required = []
     for name in required:
         if isinstance(name, str) and name not in properties:
             raise _refused(f"the schema requires {name[:40]!r}, which is not in its properties")
+    for name in ("minProperties", "maxProperties"):
+        count = schema.get(name)
+        if isinstance(count, int | float) and count * len(properties) > MAX_COUNTED:
+            raise _refused(
+                f"the schema's {name} is {count:.6g} of {len(properties)} properties; their product "
+                f"may be {MAX_COUNTED} at most"
+            )
     least, sure = schema.get("minProperties"), max(1, len(required))
     if schema.get("additionalProperties") is False or not isinstance(least, int | float):
         return

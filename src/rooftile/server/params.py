@@ -51,7 +51,7 @@ async def _grammar(service: Service, request: SamplingFields) -> GrammarProcesso
         raise bad_request("this model has no tokenizer, so it writes no JSON", "response_format")
     processor = GrammarProcessor(spec)
     try:
-        await service.off_loop(processor.bind, compiler)
+        await service.bind_grammar(processor, compiler)
     except (ValueError, NotImplementedError) as error:
         raise bad_request(str(error), "response_format") from None
     return processor

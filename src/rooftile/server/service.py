@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rooftile.engine.async_llm import AsyncLLM
-from rooftile.engine.grammar import GrammarCompiler
+from rooftile.engine.grammar import GrammarCompiler, GrammarProcessor
 from rooftile.server.config import ServerConfig
-from rooftile.server.errors import ApiError, bad_request, unavailable
+from rooftile.server.errors import ApiError, bad_request, queue_full, unavailable
 from rooftile.server.metrics import Metrics
 from rooftile.server.tokens import TokenTexts
 
@@ -23,6 +23,7 @@ logger = logging.getLogger("rooftile.server")
 
 Result = TypeVar("Result")
 TEXT_THREADS = 2  # so that one huge prompt does not hold up the others' short ones
+MOST_COMPILING = 32  # new grammars that are waited for
 
 
 class Service:
@@ -45,7 +46,10 @@ class Service:
         self._loaded_llm: AsyncLLM | None = None  # before the event loop has heard of it
         self._closed = False
         self._open_sequences = 0
+        self._compiling = 0
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooftile-text")
+        # Some grammars take seconds, in which texts must not wait for a thread.
+        self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="rooftile-grammar")
 
     # ------------------------------------------------------------------ the engine's life
 
@@ -108,7 +112,8 @@ class Service:
         if llm is not None:
             llm.abort_all()
             await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ for the endpoints
 
@@ -143,18 +148,30 @@ class Service:
                 "n" if n > prompts else "prompt",
             )
         if self._open_sequences + sequences > room:
-            raise ApiError(
-                429,
-                "the server's queue is full; try again later",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise queue_full("the server's queue is full; try again later")
         self._open_sequences += sequences
         return functools.partial(self._give_back, sequences)
 
     def _give_back(self, sequences: int) -> None:
         self._open_sequences -= sequences
+
+    async def bind_grammar(self, processor: GrammarProcessor, compiler: GrammarCompiler) -> None:
+        """Compile its grammar, behind others that are new; one that is known is there at once.
+
+        Raises:
+            ApiError: 429 when too many wait. What `GrammarCompiler.compile` raises.
+        """
+        if compiler.keeps(processor.spec):
+            processor.bind(compiler)
+            return
+        if self._compiling >= MOST_COMPILING:
+            raise queue_full("too many new schemas wait to be compiled; try again later")
+        self._compiling += 1
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._grammar_pool, processor.bind, compiler)
+        finally:
+            self._compiling -= 1
 
     def off_loop(self, work: Callable[..., Result], *args: Any) -> Awaitable[Result]:
         """Encode, decode or render on a thread, so that nobody's stream waits for it."""
