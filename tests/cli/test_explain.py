@@ -99,6 +99,17 @@ def test_timelines_keep_to_the_terminal_and_tables_are_never_cut() -> None:
             assert "…" not in result.output
 
 
+def test_a_matrix_product_says_what_its_time_consists_of() -> None:
+    whole, cut, broken = (
+        explain("gemm", case) for case in ("4096x4096x4096", "128x4096x14336", "904x2280x5036")
+    )
+    assert "the matrix unit binds a step" in " ".join(whole.split())
+    assert "parts" not in whole.split("In microseconds:")[1].split(".\n")[0]
+    assert "launch 7.0" in cut
+    assert "parts" in cut.split("In microseconds:")[1].split(".\n")[0]
+    assert "reading, which overlaps" in " ".join(broken.split())
+
+
 def test_nothing_heavy_is_loaded() -> None:
     code = (
         "import sys; from rooftile.cli import tiles; from rooftile.planning import attention_case as a;"

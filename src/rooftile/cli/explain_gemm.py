@@ -44,6 +44,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     costs = costs_of(choice.decomposition, device)
     timelines = [(plan, timeline(plan, costs)) for plan in shown]
     _say_choice(console, choice, device, reason(choice, device, rows))
+    _say_parts(console, choice, device, rows)
     longest = max(span.end for _, spans in timelines for span in spans)
     width = timeline_width(console, WIDTH, beside=11)
     for plan, spans in timelines:
@@ -77,6 +78,25 @@ def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) ->
         f"launch and reading included; at least {bound.seconds * 1e6:,.1f} us, bound by {bound.unit}. "
         f"{why[0].upper()}{why[1:]}."
     )
+
+
+def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[int, int]) -> None:
+    """What its time consists of."""
+    from rooftile.planning.stream_k_cost import counts, is_passing, machinery
+
+    plan, prices = choice.decomposition, machinery(machine).prices
+    found = counts(plan, machine, rows=rows, passing=is_passing(plan, rows=rows))
+    parts = {
+        "launch": prices.launch,
+        "first stages": found.first / prices.first_bandwidth,
+        "steps": prices.step(found) * (found.steps - found.scattered)
+        + prices.step(found, True) * found.scattered,
+        "results": prices.results(found),
+        "parts": prices.adding(found),
+        "reading, which overlaps steps and results": prices.reading(found),
+    }
+    said = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in parts.items() if seconds)
+    console.print(f"In microseconds: {said}.")
 
 
 def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:
