@@ -73,16 +73,11 @@ class SharedTile:
         return SharedTile(self.data.permute(*order), self.unfenced.permute(*order))
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Boxes | SharedTile:
-        """Swizzled tiles [stages, rows, columns] as the boxes that they consist of; or the beginning of
-        one tile as a box of fewer rows."""
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        if dtype == self.dtype and columns == self.shape[-1] and rows * columns < self.data.numel():
-            first, unfenced = (
-                x.reshape(-1, columns)[:rows].view(*shape) for x in (self.data, self.unfenced)
-            )
-            return SharedTile(first, unfenced)
+        """Swizzled tiles [stages, rows, columns], or one of them, as the boxes that they consist of."""
         if dtype != self.dtype or math.prod(shape) != self.data.numel():
             raise SimulationError(f"{self.dtype} {self.shape} seen as {dtype} {list(shape)}")
+        if shape[-1] == self.shape[-1]:  # boxes of whole rows, one after the other
+            return self.reshape(shape)
         return Boxes(self, list(shape[1:]))
 
     @property

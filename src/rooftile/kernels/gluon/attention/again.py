@@ -43,7 +43,9 @@ def box_for(tile, desc):
     if rows == tile.shape[len(tile.shape) - 2]:
         return tile
     else:
-        return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+        boxes: gl.constexpr = tile.shape[len(tile.shape) - 2] // rows
+        shape: gl.constexpr = [boxes] + desc.block_shape  # noqa: RUF005
+        return tile._reinterpret(desc.dtype, shape, desc.layout).index(0)
 
 
 @gluon.jit
