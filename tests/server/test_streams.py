@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -164,6 +165,20 @@ def test_tokens_of_all_kinds(server: LiveServer) -> None:
     assert TokenTexts(None).text_of(5) == "token_id:5"
     assert completion_logprobs([], texts).tokens == []
     assert texts.least_tokens("x" * 121) == 11  # no token is longer than <|im_start|>
+
+
+@pytest.mark.parametrize("kind", ["swallows", "fuses", "plain"])
+def test_a_text_is_never_said_to_have_more_tokens_than_it_has(kind: str) -> None:
+    vocabulary = {"a": 0, "b": 1, " ": 2, "<unk>": 3}
+    model = models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=kind == "fuses")
+    backend = tokenizers.Tokenizer(model)
+    added = tokenizers.AddedToken("<end>", rstrip=kind == "swallows", special=True)
+    backend.add_special_tokens([added])
+    tokenizer = Tokenizer(backend)
+    texts = TokenTexts(tokenizer)
+    for text in ("<end>" + " " * 100, "x" * 100, "ab" * 50):
+        assert texts.least_tokens(text) <= len(tokenizer.encode(text))
+    assert (texts.least_tokens("ab" * 50) > 0) == (kind == "plain")
 
 
 def test_a_stream_of_bytes_that_are_no_characters(server: LiveServer) -> None:

@@ -36,8 +36,17 @@ class TokenTexts:
 
     @cached_property
     def _most_characters(self) -> int:
-        """Of one token; 0 where a normalizer could make a text shorter."""
-        if self._tokenizer is None or self._tokenizer.backend.normalizer is not None:
+        """Of one token; 0 where a normalizer, a token that swallows the white space around it, or
+        unknown characters that become one token could make a text shorter."""
+        if self._tokenizer is None:
             return 0
-        vocabulary = self._tokenizer.backend.get_vocab(with_added_tokens=True)
+        backend = self._tokenizer.backend
+        added = backend.get_added_tokens_decoder().values()
+        if (
+            backend.normalizer is not None
+            or any(token.lstrip or token.rstrip for token in added)
+            or getattr(backend.model, "fuse_unk", False)
+        ):
+            return 0
+        vocabulary = backend.get_vocab(with_added_tokens=True)
         return max(map(len, vocabulary), default=0)  # never fewer characters than it stands for
