@@ -563,3 +563,28 @@ def test_what_finished_sequences_kept_goes_with_the_next_step(llm: LLM) -> None:
     llm.generate([[4]], SamplingParams(max_tokens=1))
     assert tables() == before
     assert alive() is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"bad_words": ["a", "e"], "logprobs": 1},
+        {"logits_processor": lambda ids, logits: logits.roll(len(ids))},
+    ],
+    ids=["penalties", "bad words", "processor"],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_that_waited_for_pages_go_on_as_if_they_had_not(
+    make_llm: Callable[..., LLM], fields: dict[str, Any], depth: int
+) -> None:
+    """What sampling knows of their tokens outlives their pages."""
+    params = SamplingParams(n=4, seed=3, max_tokens=24, ignore_eos=True, **fields)
+    texts = []
+    for num_pages in (64, 12):
+        llm = make_llm(num_pages=num_pages, pipeline_depth=depth)
+        (output,) = llm.generate("a prompt", params)
+        texts.append([completion.token_ids for completion in output.outputs])
+        assert (llm.stats().num_preemptions > 0) == (num_pages == 12)
+        assert llm.stats().kv.in_use == 0
+    assert texts[0] == texts[1]
