@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.triton import linear as kernel
+from rooftile.kernels.triton.few import takes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -30,7 +31,7 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
     wide = torch.full((rows, in_features + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = wide[:, :in_features].copy_(torch.randn(rows, in_features))
     weight, bias = (torch.randn(*s).to(DEVICE, dtype) for s in ((out_features, in_features), (1,)))
-    assert kernel._is_small(rows, in_features)
+    assert takes(rows, in_features)
     for b in (None, bias.expand(out_features).contiguous()):
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
         total = x.double().abs() @ weight.double().abs().T
@@ -46,6 +47,6 @@ def test_few_rows(dtype: torch.dtype, rows: int, out_features: int, in_features:
 
 @pytest.mark.gpu
 def test_what_goes_to_the_vendor() -> None:
-    assert not kernel._is_small(5, 128)
-    assert not kernel._is_small(0, 128)
-    assert not kernel._is_small(1, 100)
+    assert not takes(5, 128)
+    assert not takes(0, 128)
+    assert not takes(1, 100)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import gemm
-from rooftile.kernels.gluon.gemm.few_plan import MOST_PORTABLE_ROWS
 from rooftile.kernels.gluon.linear import is_switched_on
+from rooftile.kernels.triton import few
 
 
 def normed_linear(
@@ -26,7 +26,7 @@ def normed_linear(
     bias: Tensor | None,  # [out_features]
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    if x.numel() <= MOST_PORTABLE_ROWS * x.shape[-1]:
+    if x.numel() <= few.MOST_ROWS * x.shape[-1]:
         # The kernels that matmul would take compute the norm and the gate as well. They are plain
         # Triton, which what simulates the products does not know.
         from rooftile.kernels.triton import linear as portable

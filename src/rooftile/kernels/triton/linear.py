@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from rooftile.kernels import Kernel
+from rooftile.kernels.triton import few
 from rooftile.kernels.triton.activation import gated, gated_activation
 from rooftile.kernels.triton.activation import supports as gate_supports
 from rooftile.kernels.triton.norm import rms_norm
@@ -27,8 +28,6 @@ from rooftile.kernels.triton.one_row import keeps_row, one_row
 from rooftile.kernels.triton.pointwise import overlap, where
 from rooftile.kernels.triton.refusal import refusal
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
-
-MOST_ROWS = 4
 
 
 @triton.jit
@@ -143,13 +142,13 @@ def linear(
     bias: Tensor | None,  # [out_features]
 ) -> Tensor:
     (matrix,) = weight
-    if _is_small(_rows(x), x.shape[-1]) and matrix.stride(1) == 1:
+    if few.takes(_rows(x), x.shape[-1]) and matrix.stride(1) == 1:
         return few_rows(x, matrix, bias)
     return F.linear(x, matrix, bias)
 
 
 def few_rows(
-    x: Tensor,  # [..., in_features], up to MOST_ROWS rows; in_features is a multiple of 16
+    x: Tensor,  # [..., in_features], as few as few.py: takes allows
     weight: Tensor,  # [out_features, in_features], in_features contiguous
     bias: Tensor | None,  # [out_features]
 ) -> Tensor:
@@ -172,7 +171,7 @@ def normed_linear(
     if not activation and keeps_row(x, weight):
         return one_row(x, weight, bias, residual, norm_weight, eps, weight_offset)
     y, stream = rms_norm(x, norm_weight, residual, eps, weight_offset)
-    if _is_small(_rows(x), x.shape[-1]) and weight.stride(1) == 1:
+    if few.takes(_rows(x), x.shape[-1]) and weight.stride(1) == 1:
         return _few_rows(y, weight, bias, activation), stream
     y = F.linear(y, weight, bias)
     return (gated_activation(y, activation) if activation else y), stream
@@ -206,11 +205,6 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 
             **overlap(x),
         )
     return out
-
-
-def _is_small(rows: int, in_features: int) -> bool:
-    """Whether this kernel takes a product; the vendor's takes the others."""
-    return 0 < rows <= MOST_ROWS and in_features > 0 and in_features % 16 == 0
 
 
 def _features_of(rows: int, activation: str) -> int:

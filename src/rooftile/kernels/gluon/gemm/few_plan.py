@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rooftile.kernels.triton import few
+
 MOST_ROWS = 64
-MOST_PORTABLE_ROWS = 4  # of kernels/triton/linear.py
 BOX_K = 64  # elements along k of a box: 128 bytes
 _SHARED_BYTES = 220 * 1024  # of one CTA
 _HALF = 112 * 1024  # of one of two CTAs on a multiprocessor
@@ -84,6 +85,6 @@ def plan_of_few_rows(m: int, n: int, k: int, num_sms: int, gated: bool) -> FewRo
 
 
 def plan_of_portable(m: int, n: int, k: int) -> PortablePlan | None:
-    if m > MOST_PORTABLE_ROWS or k % 16:
+    if not few.takes(m, k):
         return None
     return PortablePlan(_PORTABLE_SECONDS + 2.0 * n * k / _BANDWIDTH)
