@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.kernels import test_gluon_attention as dense
+from tests.kernels import test_gluon_attention_shares as shares
 from tests.kernels import test_gluon_attention_short as short
 from tests.kernels import test_gluon_differential as differential
 from tests.kernels import test_gluon_dual_chunk as dual_chunk
@@ -50,6 +51,21 @@ def test_dense(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_nan(out, lse, seen_from(place, 330, 300))
     assert bool((lse[:, :30] == -math.inf).all())  # they see nothing
     assert bool((out[:, :30] == 0).all())
+
+
+@pytest.mark.parametrize("place", [0, 700, 1199])
+@pytest.mark.parametrize("config", shares.CONFIGS[1:], ids=lambda c: f"{c.dim}-{c.tile_rows}")
+def test_parts_of_tiles(config: Any, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense.set_multiprocessors(monkeypatch, 5)
+    monkeypatch.setattr(CONFIG, "CUT_BELOW", math.inf)
+    monkeypatch.setattr(dense.KERNEL, "_dense", {})
+    dim = config.dim
+    q, k, v = dense.normal(3, BFLOAT16, (1, 70, 2, dim), (1, 1200, 1, dim), (1, 1200, 1, dim))
+    k[0, place, 0, 1] = math.nan
+    assert shares.cut_tiles(q, k, v, config, -1, 0)
+    with simulation():
+        out, lse = dense.KERNEL.attention(q, k, v, None, -1, 0, 0.0, 0.1, config=config)
+    assert_nan(out, lse, seen_from(place, 70, 1200))
 
 
 @pytest.mark.parametrize("config", short.SHORTS, ids=str)

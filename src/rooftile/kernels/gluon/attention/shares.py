@@ -115,7 +115,7 @@ def _joined(
         total = total * shrink + weight
         acc = acc * gl.expand_dims(shrink, 1) + value * gl.expand_dims(weight, 1)
         maximum = highest
-    visible = total > 0.0
+    visible = total != 0.0
     acc = acc * gl.expand_dims(1.0 / gl.where(visible, total, 1.0), 1)
     return acc, gl.where(visible, (maximum + gl.log2(total)) * LN_2, float("-inf"))
 
