@@ -10,6 +10,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rooftile.engine.params import LogitsProcessor
+    from rooftile.models.tokenizer import Tokenizer
+
+
+SPACE = "\u2581"  # how SentencePiece spells a space
+
+
+def spellings(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word: alone, after a space, and within a text."""
+    found = []
+    for word in words:
+        alone, spaced = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}")
+        )
+        found += [alone, spaced]
+        first = (tokenizer.id_to_token(alone[0]) or "") if alone else ""
+        if first.startswith(SPACE) and not word.startswith((" ", SPACE)):
+            # This vocabulary puts a space before every text; a word within one has none.
+            token = tokenizer.token_to_id(first[1:])
+            if first == SPACE:
+                found.append(alone[1:])
+            elif token is not None:
+                found.append((token, *alone[1:]))
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from rooftile.engine.bad_words import BadWords
+from rooftile.engine.bad_words import BadWords, spellings
 from rooftile.engine.core import Limits, Params, SequenceDelta
 from rooftile.engine.detokenizer import IncrementalDecoder, StopStrings
 from rooftile.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -172,12 +172,7 @@ class Frontend:
             return params
         if self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, which this model does not have")
-        spellings = [spelling for word in params.bad_words for spelling in (word, f" {word}")]
-        words = [
-            tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
-            for spelling in spellings
-        ]
-        ban = BadWords(tuple(dict.fromkeys(words)), params.logits_processor)
+        ban = BadWords(spellings(params.bad_words, self.tokenizer), params.logits_processor)
         return replace(params, bad_words=(), logits_processor=ban)
 
     def open(

@@ -35,7 +35,8 @@ class SamplingParams:
     min_tokens: no stop (token or string) before so many new tokens.
     stop: strings that end the text and are cut from it, unless include_stop_str_in_output.
     stop_token_ids: tokens that end it.
-    bad_words: strings that are never generated, at the start of a word or within a text.
+    bad_words: strings whose tokens, as the tokenizer spells them alone, after a space and within a
+        text, never follow each other. The same letters in other tokens, as part of a longer word, may.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     logprobs: with each token, its log-probability and that of the k likeliest (0: only its own),
         from the unmodified distribution of the model.
