@@ -75,7 +75,7 @@ def parse_request(body: Mapping[str, Any], defaults: Params) -> RequestBody:
         if name not in own:
             raise ValueError(_no_such_field(name, defaults))
     if "logit_bias" in changes:
-        changes["logit_bias"] = _logit_bias(changes["logit_bias"])
+        changes["logit_bias"] = token_biases(changes["logit_bias"])
     params = replace(defaults, **changes)
     if "messages" in given:
         return RequestBody(params, messages=_messages(given["messages"]))
@@ -176,7 +176,7 @@ def _sampling_params(given: dict[str, Any], chats: bool, defaults: Params) -> Sa
     if changes.get("top_k") == -1:  # other servers' way to say "all"
         changes["top_k"] = 0
     if "logit_bias" in changes:
-        changes["logit_bias"] = _logit_bias(changes["logit_bias"])
+        changes["logit_bias"] = token_biases(changes["logit_bias"])
     for name in changes:
         if name not in SAMPLING_FIELDS:
             raise ValueError(_no_such_field(name, base))
@@ -262,8 +262,12 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     raise ValueError(f"prompt is {_shown(value)}; it must be a text or a list of token ids")
 
 
-def _logit_bias(value: Any) -> Any:
-    """JSON has only strings as keys."""
+def token_biases(value: Any) -> Any:
+    """`logit_bias` of a body by token id; JSON has only strings as keys.
+
+    Raises:
+        ValueError: a key that is no token id, or no mapping.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"logit_bias is {_shown(value)}; it must map token ids to numbers")
     biases = {}

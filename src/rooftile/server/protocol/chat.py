@@ -6,16 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from rooftile.engine.request_body import RESERVED_VARIABLES
 from rooftile.server.errors import bad_request
 from rooftile.server.protocol.base import ClientModel, ServerModel
 from rooftile.server.protocol.sampling import UNSUPPORTED, Integer, SamplingFields
 from rooftile.server.protocol.usage import Usage
 
 NO_TOOLS = "tool calls are not supported by this server yet"
-# What the server itself hands to the template.
-RESERVED_VARIABLES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self"}
-)
 
 
 class TextPart(ClientModel):

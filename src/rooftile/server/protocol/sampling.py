@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from rooftile.engine.params import BeamSearchParams, SamplingParams
+from rooftile.engine.request_body import token_biases
 from rooftile.server.errors import ApiError, bad_request
 from rooftile.server.protocol.base import ClientModel
 from rooftile.server.protocol.response_format import ResponseFormat
@@ -150,7 +151,7 @@ class SamplingFields(ClientModel):
             return SamplingParams(
                 temperature=temperature,
                 top_k=0 if self.top_k in (None, -1) else self.top_k,
-                logit_bias=self._token_biases(),
+                logit_bias=None if self.logit_bias is None else token_biases(self.logit_bias),
                 stop=self.stop or None,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
@@ -182,18 +183,6 @@ class SamplingFields(ClientModel):
             )
         except ValueError as error:
             raise refusal(error, type(self)) from None
-
-    def _token_biases(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
-        biases = {}
-        for token, bias in self.logit_bias.items():
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
-                raise bad_request(
-                    f"logit_bias has the key {ascii(token)[:40]}; keys are token ids", "logit_bias"
-                )
-            biases[int(token)] = bias
-        return biases
 
 
 def refusal(error: ValueError, model: type[ClientModel]) -> ApiError:
