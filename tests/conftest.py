@@ -34,8 +34,9 @@ if not EXPLORE and hasattr(providers, "_get_local_constants"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The CPU kernels are compiled before the workers start and any test waits for a process."""
-    if not hasattr(config, "workerinput"):
+    """The CPU kernels are compiled before the workers start and any test waits for a process; not on
+    a machine that is lent for its GPU."""
+    if not hasattr(config, "workerinput") and not torch.cuda.is_available():
         library.load()
 
 
