@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -104,3 +105,19 @@ def test_a_file_that_is_no_text_is_named(llm: FakeLLM, rooftile: Run, tmp_path: 
     result = rooftile("generate", "-m", "x", "--input", str(file))
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {file} is not UTF-8 text: ")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=["ours", "os"]
+)
+def test_memory_that_python_or_the_system_lacks(
+    rooftile: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_llm", load)
+    result = rooftile("generate", "-m", "x", "p")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: not enough memory (")
+    assert "--num-pages" in result.stderr

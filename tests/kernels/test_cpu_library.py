@@ -37,7 +37,7 @@ def test_whoever_asks_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_cache_that_cannot_be_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ROOFTILE_CACHE", str(tmp_path / "file"))
@@ -46,3 +46,6 @@ def test_a_cache_that_cannot_be_written_is_said(
     said = library._find()
     assert isinstance(said, str)
     assert said.startswith("the native CPU kernels do not compile: ")
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "ROOFTILE_CACHE" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Any
 
@@ -15,6 +16,12 @@ USER_ERRORS = (
     ModuleNotFoundError,
     OSError,
     MemoryError,
+)
+
+
+ASK_FOR_LESS = (
+    "ask for less: a smaller model or case, or a smaller --num-pages, --max-num-seqs or "
+    "--max-model-len"
 )
 
 
@@ -37,15 +44,17 @@ class FriendlyGroup(TyperGroup):
         except USER_ERRORS as error:
             if ctx.params.get("debug"):
                 raise
-            print_error(str(error) or type(error).__name__)
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+                print_error(
+                    f"not enough memory ({str(error) or type(error).__name__}); {ASK_FOR_LESS}"
+                )
+            else:
+                print_error(str(error) or type(error).__name__)
             raise typer.Exit(1) from error
         except RuntimeError as error:
             # What a CPU cannot allocate has no class of its own in torch.
             asked = re.search(r"can't allocate memory.* (\d+ bytes)", str(error))
             if asked is None or ctx.params.get("debug"):
                 raise
-            print_error(
-                f"not enough memory for {asked[1]}; ask for less: a smaller model or case, or a "
-                f"smaller --num-pages, --max-num-seqs or --max-model-len"
-            )
+            print_error(f"not enough memory for {asked[1]}; {ASK_FOR_LESS}")
             raise typer.Exit(1) from error

@@ -121,7 +121,13 @@ def _find() -> Path | str:
                 print("rooftile: compiling the CPU kernels, once ...", file=sys.stderr, flush=True)
                 compile_library(cached, compiler)
     except (RuntimeError, OSError) as error:
-        return f"the native CPU kernels do not compile: {error}"
+        reason = f"the native CPU kernels do not compile: {error}"
+        print(
+            f"rooftile: {reason}; PyTorch's serve, slower (ROOFTILE_CACHE names another folder)",
+            file=sys.stderr,
+            flush=True,
+        )
+        return reason
     return cached
 
 
