@@ -6,35 +6,29 @@ Sinks are those of Xiao et al. 2023 in the learned form of gpt-oss: one more log
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rooftile.kernels.modifiers import Modifier
 from rooftile.ops.attention_alibi import ATTENTION_ALIBI, ATTENTION_VARLEN_ALIBI, run_alibi
 from rooftile.ops.attention_call import AttentionCall as AttentionCall  # others know it from here
 from rooftile.ops.attention_call import attention_call, fake_attention
+from rooftile.ops.attention_check import (
+    Window,
+    check_alibi,
+    check_cu_seqlens,
+    check_options,
+    check_qkv,
+)
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
 from rooftile.ops.check import (
-    check_device,
-    check_flags,
-    check_float,
-    check_same,
-    check_shape,
-    check_tensors,
-    check_whole,
     require,
 )
 from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.modifiers import check_modifiers
 from rooftile.ops.operator import Operator, contents_checked
 
-Window = tuple[int | None, int | None]
-UNREACHABLE = 2**31 - 1  # a window side that no sequence is as long as
-FLOAT32_MAX = 3.4e38
-LEAST_SOFTCAP = 1e-37  # whose inverse is a float32 too
 _CHECKED = CheckedCalls()
 _CHECKED_VARLEN = CheckedCalls()
 
@@ -206,191 +200,6 @@ def attention_varlen(
 def _join_ragged(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
     """The private arguments in order: the longest lengths stand before the sink."""
     return (*tensors[:5], *rest[:2], tensors[5], *rest[2:])
-
-
-def check_qkv(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: str,
-    dims: int,
-    q_name: str = "q",
-    k_name: str = "k",
-) -> None:
-    given = {q_name: q, k_name: k, "v": v}
-    check_tensors(name, **given)
-    for tensor_name, tensor in given.items():
-        if tensor.dim() != dims:
-            raise ValueError(
-                f"{name}: {tensor_name} has shape {list(tensor.shape)}; expected {layout}"
-            )
-    check_float(name, **{q_name: q})
-    check_same(name, **given)
-    require(
-        q.shape[-1] == k.shape[-1] and q.shape[-1] > 0,
-        lambda: (
-            f"{name}: {q_name} has dim {q.shape[-1]} and {k_name} has dim {k.shape[-1]}; "
-            f"they must be equal and positive"
-        ),
-    )
-    require(
-        k.shape[:-1] == v.shape[:-1] and v.shape[-1] > 0,
-        lambda: (
-            f"{name}: {k_name} has shape {list(k.shape)} and v has shape {list(v.shape)}; "
-            f"all but the last dimension must be equal, and that one positive"
-        ),
-    )
-    check_heads(name, q.shape[-2], k.shape[-2])
-
-
-def check_heads(name: str, num_q_heads: int, num_kv_heads: int) -> None:
-    require(
-        num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0,
-        lambda: (
-            f"{name}: {num_q_heads} query heads do not divide into groups over {num_kv_heads} "
-            f"key-value heads; num_q_heads must be a positive multiple of num_kv_heads "
-            f"(heads are the last dimension but one)"
-        ),
-    )
-
-
-def check_options(
-    name: str,
-    q: Tensor,  # [..., num_q_heads, k_dim]
-    causal: bool,
-    window: Window | None,
-    softcap: float,
-    sink: Tensor | None,
-    softmax_scale: float | None,
-) -> tuple[int, int, float]:
-    """The checked options as private operators take them: left, right (-1: unbounded), scale."""
-    require(
-        window is None or (isinstance(window, tuple | list) and len(window) == 2),
-        lambda: f"{name}: window is {window}; expected (left, right), None for an unbounded side",
-    )
-    sides = (None, None) if window is None else window
-    require(
-        all(side is None or (isinstance(side, int) and side >= 0) for side in sides),
-        lambda: f"{name}: window is {window}; each side must be an int >= 0, or None for unbounded",
-    )
-    check_flags(name, causal=causal)
-    left, right = (-1 if side is None or side >= UNREACHABLE else side for side in sides)
-    require(
-        is_finite(softcap) and (softcap == 0 or softcap >= LEAST_SOFTCAP),
-        lambda: (
-            f"{name}: softcap is {softcap!r:.80}; it must be 0, which turns it off, or a number from "
-            f"{LEAST_SOFTCAP} to {FLOAT32_MAX}"
-        ),
-    )
-    if softmax_scale is None:
-        scale = q.shape[-1] ** -0.5
-    else:
-        scale = softmax_scale
-        require(
-            is_finite(scale),
-            lambda: (
-                f"{name}: softmax_scale is {scale!r:.80}; it must be a finite number, at most "
-                f"{FLOAT32_MAX} on either side"
-            ),
-        )
-    if sink is not None:
-        check_float(name, sink=sink)
-        check_shape(name, "sink", sink, (q.shape[-2],), "[num_q_heads]")
-        check_device(name, q=q, sink=sink)
-    return left, 0 if causal else right, scale
-
-
-def check_alibi(
-    name: str,
-    q: Tensor,  # [..., num_q_heads, k_dim]
-    slopes: Tensor,
-    score_mod: Modifier | None,
-    mask_mod: Modifier | None,
-) -> None:
-    check_float(name, alibi_slopes=slopes)
-    check_shape(name, "alibi_slopes", slopes, (q.shape[-2],), "[num_q_heads]")
-    check_device(name, q=q, alibi_slopes=slopes)
-    require(
-        score_mod is None and mask_mod is None,
-        lambda: (
-            f"{name}: alibi_slopes is given with score_mod or mask_mod; make the bias a part of "
-            f"score_mod"
-        ),
-    )
-
-
-def is_finite(number: float) -> bool:
-    """Whether it is a number, and finite in float32. By comparison, which torch.compile traces for
-    numbers that it does not know yet. A tensor is none: its gradient would be lost.
-    """
-    try:
-        return not isinstance(number, Tensor) and -FLOAT32_MAX <= number <= FLOAT32_MAX
-    except TypeError:
-        return False
-
-
-def check_cu_seqlens(
-    name: str,
-    cu_name: str,
-    cu_seqlens: Tensor,
-    of_name: str,
-    of: Tensor,  # [tokens, ...]
-    longest: int,
-    longest_name: str,
-) -> None:
-    check_integers(name, cu_name, cu_seqlens, of, of_name)
-    require(
-        cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0,
-        lambda: f"{name}: {cu_name} has shape {list(cu_seqlens.shape)}; expected [batch + 1]",
-    )
-    check_whole(name, 0, **{longest_name: longest})
-    if not contents_checked(cu_seqlens):
-        return
-    ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(ends)]
-    require(ends[0] == 0, lambda: f"{name}: {cu_name} begins with {ends[0]}; it must begin with 0")
-    require(
-        min(lengths, default=0) >= 0,
-        lambda: (
-            f"{name}: {cu_name} decreases to {min(lengths, default=0)} relative to its predecessor; "
-            f"give cumulative lengths, which never decrease"
-        ),
-    )
-    require(
-        ends[-1] <= of.shape[0],
-        lambda: f"{name}: {cu_name} ends with {ends[-1]} but {of_name} has {of.shape[0]} tokens",
-    )
-    require(
-        max(lengths, default=0) <= longest,
-        lambda: (
-            f"{name}: {cu_name} has a sequence of {max(lengths, default=0)} tokens but {longest_name} "
-            f"is {longest}; give an upper bound"
-        ),
-    )
-
-
-def check_integers(
-    name: str, tensor_name: str, tensor: Tensor, like: Tensor, like_name: str
-) -> None:
-    """tensor holds int32 or int64 and lies on the device of `like`."""
-    require(
-        isinstance(tensor, Tensor),
-        lambda: f"{name}: {tensor_name} is {tensor!r:.80}; it must be a tensor",
-    )
-    require(
-        tensor.dtype in (torch.int32, torch.int64),
-        lambda: (
-            f"{name}: {tensor_name} has dtype {tensor.dtype}; convert it to torch.int32 or torch.int64"
-        ),
-    )
-    require(
-        tensor.device == like.device,
-        lambda: (
-            f"{name}: {tensor_name} is on {tensor.device} but {like_name} is on {like.device}; "
-            f"move one of them"
-        ),
-    )
 
 
 def _fake_backward(

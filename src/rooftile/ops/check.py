@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+FLOAT32_MAX = 3.4e38
 FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
 
@@ -68,6 +69,29 @@ def check_device(operator: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_integers(
+    name: str, tensor_name: str, tensor: Tensor, like: Tensor, like_name: str
+) -> None:
+    """tensor holds int32 or int64 and lies on the device of `like`."""
+    require(
+        isinstance(tensor, Tensor),
+        lambda: f"{name}: {tensor_name} is {tensor!r:.80}; it must be a tensor",
+    )
+    require(
+        tensor.dtype in (torch.int32, torch.int64),
+        lambda: (
+            f"{name}: {tensor_name} has dtype {tensor.dtype}; convert it to torch.int32 or torch.int64"
+        ),
+    )
+    require(
+        tensor.device == like.device,
+        lambda: (
+            f"{name}: {tensor_name} is on {tensor.device} but {like_name} is on {like.device}; "
+            f"move one of them"
+        ),
+    )
+
+
 def check_flags(operator: str, **flags: bool) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, int):  # a bool is one
@@ -98,6 +122,16 @@ def check_whole(operator: str, least: int, **numbers: int) -> None:
                 f"{operator}: {name} is {number}; it must be at least {least} and below 2**31"
             ),
         )
+
+
+def is_finite(number: float) -> bool:
+    """Whether it is a number, and finite in float32. By comparison, which torch.compile traces for
+    numbers that it does not know yet. A tensor is none: its gradient would be lost.
+    """
+    try:
+        return not isinstance(number, Tensor) and -FLOAT32_MAX <= number <= FLOAT32_MAX
+    except TypeError:
+        return False
 
 
 def _check_tensors(

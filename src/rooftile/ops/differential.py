@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import (
-    AttentionCall,
+from rooftile.ops.attention import AttentionCall
+from rooftile.ops.attention_check import (
     Window,
     check_cu_seqlens,
     check_heads,
     check_options,
     check_qkv,
-    is_finite,
 )
 from rooftile.ops.check import (
     check_device,
     check_float,
     check_same,
     check_shape,
+    is_finite,
     refuse_gradient,
     require,
 )

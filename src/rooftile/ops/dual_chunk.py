@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels.chunk_requests import cut_at_chunks
-from rooftile.ops.attention import (
-    AttentionCall,
-    check_cu_seqlens,
-    check_heads,
-    check_options,
-    check_qkv,
-    fake_attention,
-)
+from rooftile.ops.attention_call import AttentionCall, fake_attention
+from rooftile.ops.attention_check import check_cu_seqlens, check_heads, check_options, check_qkv
 from rooftile.ops.check import check_same, check_shape, refuse_gradient, require
 from rooftile.ops.dual_chunk_rotary import check_chunks
 from rooftile.ops.operator import GPU_FAMILIES, Operator

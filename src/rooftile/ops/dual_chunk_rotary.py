@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import check_integers
 from rooftile.ops.check import (
     check_device,
     check_flags,
     check_float,
+    check_integers,
     check_shape,
     check_tensors,
     check_whole,

@@ -8,17 +8,13 @@ import torch
 from torch import Tensor
 
 from rooftile.kernels import Kernel
-from rooftile.ops.attention import (
-    AttentionCall,
-    Window,
-    check_integers,
-    check_options,
-    fake_attention,
-)
+from rooftile.ops.attention_call import AttentionCall, fake_attention
+from rooftile.ops.attention_check import Window, check_options
 from rooftile.ops.check import (
     check_device,
     check_flags,
     check_float,
+    check_integers,
     check_same,
     check_shape,
     refuse_gradient,

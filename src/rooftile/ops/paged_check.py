@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import check_cu_seqlens, check_heads, check_integers
+from rooftile.ops.attention_check import check_cu_seqlens, check_heads
 from rooftile.ops.check import (
     check_device,
     check_float,
+    check_integers,
     check_same,
     check_shape,
     check_tensors,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import check_integers
-from rooftile.ops.check import check_shape, check_tensors, check_whole, require
+from rooftile.ops.check import check_integers, check_shape, check_tensors, check_whole, require
 from rooftile.ops.operator import Operator
 from rooftile.types import PagedBatch, PrefixGroups
 

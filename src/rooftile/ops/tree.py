@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.ops.attention import check_heads, check_options, fake_attention
+from rooftile.ops.attention_call import fake_attention
+from rooftile.ops.attention_check import check_heads, check_options
 from rooftile.ops.check import check_device, check_shape, refuse_gradient, require
 from rooftile.ops.operator import Operator
 from rooftile.ops.paged import paged_call
