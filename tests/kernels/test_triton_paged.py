@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rooftile.ops.append import append_kv
 from rooftile.ops.attention import attention_varlen
 from rooftile.ops.merge import merge_attention_states
-from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.ops.paged import paged_attention, plan_paged_attention
 from rooftile.planning.split_kv import Item, Layout
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle

@@ -13,13 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile.ops.paged import (
-    APPEND_KV,
-    PAGED_ATTENTION,
-    append_kv,
-    paged_attention,
-    plan_paged_attention,
-)
+from rooftile.ops.append import APPEND_KV, append_kv
+from rooftile.ops.paged import PAGED_ATTENTION, paged_attention, plan_paged_attention
 from rooftile.ops.rope import rotary_embedding
 from rooftile.types import PagedBatch
 from tests.ops import attention_oracle as oracle

@@ -18,9 +18,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rooftile.ops.append import append_kv
 from rooftile.ops.attention import AttentionCall, attention_varlen
 from rooftile.ops.merge import merge_attention_states
-from rooftile.ops.paged import PAGED_ATTENTION, append_kv, paged_attention, plan_paged_attention
+from rooftile.ops.paged import PAGED_ATTENTION, paged_attention, plan_paged_attention
 from rooftile.ops.tree import tree_attention
 from rooftile.planning.split_kv import Layout
 from rooftile.planning.split_kv import plan as planned

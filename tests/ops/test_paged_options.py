@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.ops.append import append_kv
+from rooftile.ops.paged import paged_attention, plan_paged_attention
 from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
 from tests.ops import attention_oracle as oracle
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rooftile.ops.append import append_kv
 from rooftile.ops.dual_chunk_rotary import dual_chunk_rotary_embedding
 from rooftile.ops.norm import rms_norm
-from rooftile.ops.paged import append_kv
 from rooftile.ops.qkv import NORM_ROTATE_APPEND
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import RotaryConfig, rotary_table

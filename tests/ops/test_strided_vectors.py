@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rooftile import ops
+from rooftile.ops.append import APPEND_KV
 from rooftile.ops.attention import ATTENTION_VARLEN
 from rooftile.ops.differential import DIFFERENTIAL_VARLEN, PAGED_DIFFERENTIAL
 from rooftile.ops.dual_chunk import DUAL_CHUNK_VARLEN, PAGED_DUAL_CHUNK
 from rooftile.ops.dual_chunk_rotary import DUAL_CHUNK_ROTARY
 from rooftile.ops.operator import Operator
-from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION
+from rooftile.ops.paged import PAGED_ATTENTION
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import PagedBatch
 from tests.ops.accuracy import kernels_to_test

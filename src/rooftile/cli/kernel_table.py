@@ -12,6 +12,7 @@ import torch
 
 import rooftile.ops
 from rooftile.ops.activation import ActivationCall
+from rooftile.ops.append import AppendCall
 from rooftile.ops.attention import AttentionCall
 from rooftile.ops.attention_mods import ModifiedCall
 from rooftile.ops.differential import DifferentialCall
@@ -24,7 +25,6 @@ from rooftile.ops.merge import MergeCall
 from rooftile.ops.norm import NormCall
 from rooftile.ops.normed_linear import NormedLinearCall
 from rooftile.ops.operator import OPERATORS
-from rooftile.ops.paged import AppendCall
 from rooftile.ops.prefixes import PrefixCall
 from rooftile.ops.qkv import QkvCall
 from rooftile.ops.rope import RotaryCall

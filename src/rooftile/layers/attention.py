@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import ProjectionNorm, RMSNorm
+from rooftile.ops.append import APPEND_KV
 from rooftile.ops.operator import Operator
-from rooftile.ops.paged import APPEND_KV, PAGED_ATTENTION, make_plan, paged_call, plan_arguments
+from rooftile.ops.paged import PAGED_ATTENTION, make_plan, paged_call, plan_arguments
 from rooftile.ops.qkv import NORM_ROTATE_APPEND
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import AttentionPlan, KVSpec, PagedBatch

@@ -12,8 +12,9 @@ from torch import Tensor
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.linear import Linear, RowParallelLinear
 from rooftile.layers.norm import RMSNorm
+from rooftile.ops.append import APPEND_KV
 from rooftile.ops.differential import PAGED_DIFFERENTIAL, differential_call, plan_differential
-from rooftile.ops.paged import APPEND_KV, plan_arguments
+from rooftile.ops.paged import plan_arguments
 from rooftile.ops.rope import ROTARY_EMBEDDING
 from rooftile.types import AttentionPlan, KVSpec, PagedBatch
 

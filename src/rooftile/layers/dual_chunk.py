@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rooftile.layers.attention import AttentionLayer, LayerKV
 from rooftile.layers.linear import Linear, RowParallelLinear
+from rooftile.ops.append import APPEND_KV
 from rooftile.ops.dual_chunk import PAGED_DUAL_CHUNK, dual_chunk_call, plan_dual_chunk
 from rooftile.ops.dual_chunk_rotary import DUAL_CHUNK_ROTARY, DualChunkConfig
-from rooftile.ops.paged import APPEND_KV, plan_arguments
+from rooftile.ops.paged import plan_arguments
 from rooftile.types import AttentionPlan, PagedBatch
 
 

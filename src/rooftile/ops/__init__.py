@@ -1,6 +1,7 @@
 """Operators: functional, differentiable where said, `torch.compile`-able. Needs torch only."""
 
 from rooftile.ops.activation import gelu_and_mul, silu_and_mul
+from rooftile.ops.append import append_kv
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.differential import (
     differential_attention,
@@ -21,7 +22,7 @@ from rooftile.ops.modifiers import mask_mod, score_mod
 from rooftile.ops.norm import rms_norm
 from rooftile.ops.operator import OPERATORS
 from rooftile.ops.packed_weight import FORMATS, best_format, pack, unpack
-from rooftile.ops.paged import append_kv, paged_attention, plan_paged_attention
+from rooftile.ops.paged import paged_attention, plan_paged_attention
 from rooftile.ops.prefixes import find_prefixes
 from rooftile.ops.rope import rotary_embedding
 from rooftile.ops.rotary_table import (
