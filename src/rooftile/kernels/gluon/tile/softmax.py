@@ -48,7 +48,7 @@ _ROUND = gl.constexpr(12582912.0)
 
 @gluon.jit
 def exp2_on_fma_units(x):
-    """2^x for x <= 127 by Cody and Waite's reduction and a cubic; 0 for x <= -127."""
+    """2^x for x <= 127 by Cody and Waite's reduction and a cubic; 0 for x <= -127, and for NaN."""
     x = gl.maximum(x, -127.0)
     shifted = x + _ROUND
     f = x - (shifted - _ROUND)
