@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rooftile.kvcache.cache import KVStats
+from rooftile.kvcache.stats import KVStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
