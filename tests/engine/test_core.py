@@ -185,7 +185,8 @@ def test_samples_of_one_request_take_turns_in_little_memory(depth: int, prefix_c
         assert collected.tokens["a", index] == expected_output(
             [3] * 9, 7, index, 30, ignore_eos=True
         )
-    assert core.stats().num_preemptions > 0
+    assert 0 < core.stats().num_preemptions < 12  # one waits until another ends
+    assert core.stats().kv.prefix_queries_tokens < 12 * 40
     assert_idle(core)
 
 

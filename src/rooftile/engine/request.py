@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class Sequence:
     table: PageTable | None = None
     row: int | None = None
     row_started: bool = False  # the runner knows this row's sampling state
+    stalled_at: int | None = None  # releases of pages that there had been when it found none
     pages_sent: list[list[int]] = field(default_factory=list)  # the runner's copy of the page table
     finish_reason: FinishReason | None = None
     # In beam search: the likeliest next tokens, until every beam has them.
@@ -109,3 +111,11 @@ class Request:
         """Until the prompt is computed the first sequence stands for all of them."""
         sequences = [sequence for sequence in self.sequences if sequence.has_work]
         return sequences if self.forked else sequences[:1]
+
+
+def insert_by_arrival(queue: OrderedDict[Request, None], request: Request) -> None:
+    """Into its place; the others are in order already."""
+    later = [other for other in queue if other.arrival_index > request.arrival_index]
+    queue[request] = None
+    for other in later:
+        queue.move_to_end(other)

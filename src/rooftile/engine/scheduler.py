@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
-from rooftile.engine.request import Request, Sequence
+from rooftile.engine.request import Request, Sequence, insert_by_arrival
 from rooftile.engine.scheduled_step import ScheduledStep, SharedPrefixes
 from rooftile.engine.step import (
     PageUpdate,
@@ -39,6 +39,7 @@ class Scheduler:
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._freed: set[int] = set()  # since the last step, and not taken again
         self.num_preemptions = 0
+        self._num_releases = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -98,7 +99,7 @@ class Scheduler:
             sequence.row = self._take_row()
         request.spare_rows = [self._take_row() for _ in range(rows - len(sequences))]
         del self.waiting[request]
-        _insert(self.running, request)
+        insert_by_arrival(self.running, request)
         return True
 
     def _take_row(self) -> int:
@@ -121,7 +122,8 @@ class Scheduler:
             return True
         admitted = sequence.table is None
         if admitted:
-            if sequence.num_pending:  # its last token is only known to a row that goes on
+            # Its last token is only known to a row that goes on; and no page came free since.
+            if sequence.num_pending or sequence.stalled_at == self._num_releases:
                 return False
             self._admit(sequence)
         elif sequence.num_tokens - sequence.num_computed > 1 and not sequence.request.scores_prompt:
@@ -141,7 +143,7 @@ class Scheduler:
             except OutOfPages:
                 if not self._preempt_behind(sequence):
                     if admitted:  # it holds shared pages only; others may need them
-                        self._release(sequence)
+                        self._park(sequence)
                     return False
         plan.input.copies += copies
         self.cache.publish(table, sequence.token_ids, plan.input.step)
@@ -294,7 +296,7 @@ class Scheduler:
         for sibling in reversed(behind):
             # Beams go on together or not at all.
             if sibling.table is not None and request.beam is None:
-                self._release(sibling)
+                self._park(sibling)
                 self.num_preemptions += 1
                 return True
         return False
@@ -305,10 +307,17 @@ class Scheduler:
             self._free_row(sequence)
         self._free_spare_rows(request)
         del self.running[request]
-        _insert(self.waiting, request)
+        insert_by_arrival(self.waiting, request)
         self.num_preemptions += counted
 
+    def _park(self, sequence: Sequence) -> None:
+        """Take its pages, and leave it without until others give some back."""
+        releases = self._num_releases
+        self._release(sequence)
+        sequence.stalled_at = self._num_releases = releases  # what it had is spoken for
+
     def _release(self, sequence: Sequence) -> None:
+        self._num_releases += 1
         if sequence.table is not None:
             self.cache.release(sequence.table)
             sequence.table = None
@@ -391,11 +400,3 @@ class Scheduler:
     def stuck_sequence(self) -> Sequence:
         """With nothing in flight and nothing to schedule: the sequence that can never grow."""
         return next(s for r in (*self.running, *self.waiting) for s in r.schedulable)
-
-
-def _insert(queue: OrderedDict[Request, None], request: Request) -> None:
-    """Into its place by arrival."""
-    later = [other for other in queue if other.arrival_index > request.arrival_index]
-    queue[request] = None
-    for other in later:
-        queue.move_to_end(other)
