@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,13 @@ def test_a_wave_and_a_bit() -> None:
 
 def test_few_rows_are_split() -> None:
     output = explain("16x1024x14336")
-    assert "split-k by 1" in output
+    split = re.search(
+        r"Chosen: split-k by (\d+) CTAs, .*? (\d+) tiles of", " ".join(output.split())
+    )
+    assert split, output
+    num_ctas, num_tiles = map(int, split.groups())
+    assert num_ctas % num_tiles == 0
+    assert num_ctas >= 4 * num_tiles
     assert "bound by memory" in output
     assert "parts to add" in output
 
