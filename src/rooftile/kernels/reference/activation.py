@@ -31,7 +31,7 @@ def _activate(gate: Tensor, activation: str) -> Tensor:
         return gate * torch.sigmoid(gate)
     if activation == "gelu":
         return gate * _normal_cdf(gate)
-    return 0.5 * gate * (1 + torch.tanh(TANH_SCALE * (gate + TANH_CUBIC * gate**3)))
+    return gate * _tanh_cdf(gate)
 
 
 def _slope(gate: Tensor, activation: str) -> Tensor:
@@ -41,14 +41,19 @@ def _slope(gate: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         density = torch.exp(-0.5 * gate**2) / math.sqrt(2 * math.pi)
         return _normal_cdf(gate) + gate * density
-    t = torch.tanh(TANH_SCALE * (gate + TANH_CUBIC * gate**3))
+    s = _tanh_cdf(gate)
     inner = TANH_SCALE * (1 + 3 * TANH_CUBIC * gate**2)
-    return 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * inner
+    return s + 2 * gate * s * (1 - s) * inner
 
 
 def _normal_cdf(x: Tensor) -> Tensor:
     # erfc keeps the left tail, where 1 + erf cancels.
     return 0.5 * torch.erfc(-x * math.sqrt(0.5))
+
+
+def _tanh_cdf(x: Tensor) -> Tensor:
+    # (1 + tanh(u)) / 2 is sigmoid(2 u), which keeps the left tail, where 1 + tanh cancels.
+    return torch.sigmoid(2 * TANH_SCALE * (x + TANH_CUBIC * x**3))
 
 
 KERNELS = {
