@@ -213,6 +213,20 @@ def test_epilogues(
     assert bool(((got.double() - exact).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chunk_waits_for_the_store_of_the_tile_before(seed: int) -> None:
+    """Half of 128 columns is one chunk, of two buffers: tile after tile fills the first."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(128, 8, generator=generator).bfloat16()
+    b = torch.randn(8, 6 * 128, generator=generator).bfloat16()
+    plan = planned(CONFIG.SQUARE, "data-parallel", 128, 6 * 128, 8, 1)
+    got = product(a, b.T.contiguous().T, activation="silu_and_mul", plan=plan, seed=seed)
+    exact = reference.matmul(
+        *(a.double(), b.double(), None, None, None, None, "silu_and_mul", torch.float64, False)
+    )
+    assert torch.allclose(got.double(), exact, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("config", [CONFIG.LARGE, CONFIG.FEW_64])
 @pytest.mark.parametrize("layouts", [("row", "column"), ("column", "row")])
 def test_fp8(config: Any, layouts: tuple[str, str]) -> None:

@@ -83,16 +83,24 @@ def _store_broken_rows(
     gl.store(at, x, mask=(rows < problem.m) & (columns < end))
 
 
+@gluon.constexpr_function
+def _pending(chunks, buffers, first):
+    """Stores that may still read their buffers when the next one is filled. A tile begins with the first
+    buffer, so that where it has not as many chunks as make it end with the last, its first chunk
+    waits for all stores of the tile before."""
+    return 0 if first and chunks % buffers else buffers - 1
+
+
 @gluon.jit
 def _store_chunk(
     problem, x, value, out_desc, out_tiles, group: gl.constexpr, row0, column0,
-    within: gl.constexpr, R: gl.constexpr, C: gl.constexpr, buffers: gl.constexpr,
-    bits: gl.constexpr,
+    within: gl.constexpr, chunks: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+    buffers: gl.constexpr, bits: gl.constexpr,
 ):  # fmt: skip
     """One chunk of a result: what follows the product, and the store.
 
     value: what a gate multiplies (not used where there is none).
-    within: the chunk's first column in this warpgroup's part of a tile.
+    within: the chunk's first column in this warpgroup's part of a tile, which has `chunks` of them.
     """
     layout: gl.constexpr = accumulator_layout(C, bits)
     dtype: gl.constexpr = out_desc.dtype
@@ -116,7 +124,7 @@ def _store_chunk(
         x = narrow(x, dtype)
     if problem.out_unit == 0:
         out = out_tiles.index(group * buffers + (within // C) % buffers)
-        tma_store_wait(buffers - 1)
+        tma_store_wait(_pending(chunks, buffers, within == 0))
         out.store(x)
         fence_async_shared()
         tma_store(out_desc, (row0, column0 + within), out)
@@ -167,7 +175,8 @@ def store_tile(
             within + half, size, done, R, half, buffers, bits,
         )  # fmt: skip
     else:
+        chunks: gl.constexpr = size // (R * C * (2 if problem.gated else 1))
         _store_chunk(
-            problem, x, value, out_desc, out_tiles, group, row0, column0, within, R, C, buffers,
-            bits,
+            problem, x, value, out_desc, out_tiles, group, row0, column0, within, chunks, R, C,
+            buffers, bits,
         )  # fmt: skip
