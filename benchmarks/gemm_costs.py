@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy
 
+from rooftile.bench.ops.gemm import GROUPS
 from rooftile.bench.ops.gemm_plans import (
     ITEMSIZE,
     PARTS_AT_ONCE,
@@ -48,12 +49,6 @@ from rooftile.planning.stream_k_cost import (
 )
 from rooftile.planning.vendor_cost import Vendor, broken_share, predict_vendor, seconds_of
 
-LIST = (  # of ../shared/anchors/PEERS.md, what is neither of few rows nor copied
-    *("8192x8192x8192", "4096x4096x4096", "2048x2048x2048", "1024x1024x1024", "512x4096x14336"),
-    *("256x4096x14336", "128x4096x14336", "256x6144x4096", "1536x1536x8192", "1792x2304x4096"),
-    *("2176x2176x4096", "3072x3072x3072", "384x384x16384", "128x128x32768", "640x1280x16384"),
-    *("4352x2304x2048", "1000x1000x1000"),
-)
 NEAR, FAR = 1.15, 1.5  # of the best: slower plans count less, since none of them will be chosen
 LEVEL = 0.4  # weight of how long plans take, against how those of a case compare
 STEADY = 0.3  # how much a pace that differs from 1 has to explain
@@ -198,7 +193,7 @@ def unit_of(record: Record) -> int:
 
 
 def say(title: str, found: Sequence[Replay], worst: int = 0) -> None:
-    listed = [x for x in found if x.record.case in LIST]
+    listed = [x for x in found if x.record.case in GROUPS["forward"]]
     for name, part in (("list", listed), ("random", [x for x in found if x not in listed])):
         lost = mean_of([x.regret for x in part]) - 1
         library = mean_of([x.record.vendor / x.chosen_us for x in part])

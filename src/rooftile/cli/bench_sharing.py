@@ -88,9 +88,8 @@ def bench_sharing(
                         steps=len(saving.in_use),
                     )
                     path = append(result, machine, output or DIRECTORY)
-    console.print(
-        f"{llm.model_name}, pages of {engine.page_size} tokens, {num_prompts} {'prompt' if num_prompts == 1 else 'prompts'} at once"
-    )
+    shown = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+    console.print(f"{llm.model_name}, pages of {engine.page_size} tokens, {shown} at once")
     print_whole(console, table)
     if save:
         console.print(f"appended to {path}", markup=False, soft_wrap=True)

@@ -44,12 +44,10 @@ class FriendlyGroup(TyperGroup):
         except USER_ERRORS as error:
             if ctx.params.get("debug"):
                 raise
+            message = str(error) or type(error).__name__
             if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-                print_error(
-                    f"not enough memory ({str(error) or type(error).__name__}); {ASK_FOR_LESS}"
-                )
-            else:
-                print_error(str(error) or type(error).__name__)
+                message = f"not enough memory ({message}); {ASK_FOR_LESS}"
+            print_error(message)
             raise typer.Exit(1) from error
         except RuntimeError as error:
             # What a CPU cannot allocate has no class of its own in torch.

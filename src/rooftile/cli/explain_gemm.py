@@ -89,8 +89,7 @@ def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[i
     parts = {
         "launch": prices.launch,
         "first stages": found.first / prices.first_bandwidth,
-        "steps": prices.step(found) * (found.steps - found.scattered)
-        + prices.step(found, True) * found.scattered,
+        "steps": prices.steps(found),
         "results": prices.results(found),
         "parts": prices.adding(found),
         "reading, which overlaps steps and results": prices.reading(found),

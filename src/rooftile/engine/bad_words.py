@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rooftile.engine.token_bytes import SPACE
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rooftile.engine.params import LogitsProcessor
     from rooftile.models.tokenizer import Tokenizer
-
-
-SPACE = "\u2581"  # how SentencePiece spells a space
 
 
 def spellings(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

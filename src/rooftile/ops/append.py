@@ -18,11 +18,7 @@ from rooftile.ops.check import (
     require,
 )
 from rooftile.ops.operator import Operator, contents_checked
-from rooftile.ops.paged_check import (
-    check_pages,
-    check_scales,
-    check_slots,
-)
+from rooftile.ops.paged_check import check_pages, check_scales, check_slots
 
 
 @dataclass(frozen=True)

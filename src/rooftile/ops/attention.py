@@ -22,9 +22,7 @@ from rooftile.ops.attention_check import (
     check_qkv,
 )
 from rooftile.ops.attention_mods import ATTENTION_MODS, ATTENTION_VARLEN_MODS, run_modified
-from rooftile.ops.check import (
-    require,
-)
+from rooftile.ops.check import require
 from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.modifiers import check_modifiers
 from rooftile.ops.operator import Operator, contents_checked

@@ -73,10 +73,7 @@ def check_integers(
     name: str, tensor_name: str, tensor: Tensor, like: Tensor, like_name: str
 ) -> None:
     """tensor holds int32 or int64 and lies on the device of `like`."""
-    require(
-        isinstance(tensor, Tensor),
-        lambda: f"{name}: {tensor_name} is {tensor!r:.80}; it must be a tensor",
-    )
+    check_tensors(name, **{tensor_name: tensor})
     require(
         tensor.dtype in (torch.int32, torch.int64),
         lambda: (

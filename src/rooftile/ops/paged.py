@@ -10,11 +10,7 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.ops.attention_call import AttentionCall, fake_attention
 from rooftile.ops.attention_check import Window, check_options
-from rooftile.ops.check import (
-    check_flags,
-    refuse_gradient,
-    require,
-)
+from rooftile.ops.check import check_flags, refuse_gradient, require
 from rooftile.ops.operator import Operator, contents_checked
 from rooftile.ops.paged_check import (
     check_batch,

@@ -81,6 +81,16 @@ class Tiling:
     def area(self) -> int:
         return self.block_m * self.block_n
 
+    @property
+    def sharers(self) -> int:
+        """CTAs that have rows of their own, of which each loads a part of the columns for all."""
+        return self.ctas // self.split
+
+    @property
+    def cta_m(self) -> int:
+        """Rows of one CTA."""
+        return self.block_m // self.sharers
+
     def tiles(self, product: Product) -> int:
         return -(-product.m // self.block_m) * -(-product.n // self.block_n)
 
@@ -90,10 +100,8 @@ class Tiling:
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        rows = self.ctas // self.split
-        return (
-            tile + (f"/{rows}" if rows > 1 else "") + (f"k{self.split}" if self.split > 1 else "")
-        )
+        rows = f"/{self.sharers}" if self.sharers > 1 else ""
+        return tile + rows + (f"k{self.split}" if self.split > 1 else "")
 
 
 @dataclass(frozen=True)

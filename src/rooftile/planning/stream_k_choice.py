@@ -73,6 +73,11 @@ def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -
     return found
 
 
+def may_stream(product: Product) -> bool:
+    """Whether CTAs at different places along K find its operands in the L2 cache."""
+    return (product.m + product.n) * product.k < MOST_STREAMED
+
+
 def candidates(
     product: Product, num_sms: int, tilings: Iterable[Tiling]
 ) -> Iterator[Decomposition]:
@@ -94,7 +99,7 @@ def candidates(
                 yield split_k(product, tiling, num_sms, split)
         if tiles >= num_sms:
             yield hybrid(product, tiling, num_sms)
-        elif (product.m + product.n) * product.k < MOST_STREAMED:
+        elif may_stream(product):
             yield stream_k(product, tiling, num_sms)
 
 

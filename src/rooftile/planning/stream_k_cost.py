@@ -19,6 +19,7 @@ memory overlaps the steps. Prices are fitted to measured plans (`stream_k_costs.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -170,11 +171,13 @@ class Prices:
     def reading(self, of: Counts) -> float:
         return (of.moved - of.passing) / self.bandwidth + of.passing / self.passing_bandwidth
 
+    def steps(self, of: Counts) -> float:
+        """Seconds of all steps, at pace 1."""
+        return self.step(of) * (of.steps - of.scattered) + self.step(of, True) * of.scattered
+
     def seconds(self, of: Counts, pace: float) -> float:
         """pace: how much longer steps of these tiles take than their counts say."""
-        even = of.steps - of.scattered
-        stepping = pace * (self.step(of) * even + self.step(of, True) * of.scattered)
-        stepping += self.results(of)
+        stepping = pace * self.steps(of) + self.results(of)
         s = self.sharpness
         together = (stepping**s + self.reading(of) ** s) ** (1 / s)
         return self.launch + of.first / self.first_bandwidth + together + self.adding(of)
@@ -212,8 +215,8 @@ def tiling_of(block_m: int, block_n: int, ctas: int = 1, *, itemsize: int) -> Ti
 
 def shape_of(tiling: Tiling) -> tuple[int, ...]:
     """The entry of SHAPES."""
-    shape, rows = (tiling.block_m, tiling.block_n), tiling.ctas // tiling.split
-    return shape if rows == 1 else (*shape, rows)
+    shape = (tiling.block_m, tiling.block_n)
+    return shape if tiling.sharers == 1 else (*shape, tiling.sharers)
 
 
 def clusters(num_sms: int, ctas: int) -> int:
@@ -251,6 +254,12 @@ def is_passing(
     )
 
 
+def _multiplying(tiling: Tiling, machine: Machine, itemsize: int) -> float:
+    """Clocks of a CTA's matrix unit in a step."""
+    flops = 2 * tiling.cta_m * tiling.block_n * tiling.block_k
+    return flops * itemsize / 2 / machine.matrix_flops_per_clock
+
+
 def counts(
     plan: Decomposition,
     machine: Machine,
@@ -264,8 +273,7 @@ def counts(
     """
     product, tiling, most = plan.product, plan.tiling, plan.most
     m, n, k = product.m, product.n, product.k
-    sharers = tiling.ctas // tiling.split
-    block_m, block_n = tiling.block_m // sharers, tiling.block_n
+    sharers, block_m, block_n = tiling.sharers, tiling.cta_m, tiling.block_n
     ctas, segments = plan.num_ctas * tiling.ctas, most.segments
     of_b = block_n / sharers
     # Boxes of few rows end with them; of others some lie outside, all of a CTA's at the worst.
@@ -292,7 +300,7 @@ def counts(
     operands = float((m + n) * k * itemsize)
     moved = operands + m * n * itemsize
     return Counts(
-        2.0 * block_m * block_n * tiling.block_k * itemsize / 2 / machine.matrix_flops_per_clock,
+        _multiplying(tiling, machine, itemsize),
         min(flops / HOT_FLOPS * itemsize / 2, 1.0),
         box + of_b,
         block_m + block_n,
@@ -336,10 +344,9 @@ def predict(
 def steps_alone(plan: Decomposition, machine: Machine, itemsize: int = 2) -> float:
     """Seconds that `predict` does not go below, and that are known sooner."""
     known, tiling = machinery(machine), plan.tiling
-    prices, sharers = known.prices, tiling.ctas // tiling.split
-    block_m, block_n = tiling.block_m // sharers, tiling.block_n
-    flops = block_m * block_n * tiling.block_k * itemsize
-    clocks = max(flops / machine.matrix_flops_per_clock, prices.received * (block_m + block_n))
+    prices = known.prices
+    received = prices.received * (tiling.cta_m + tiling.block_n)
+    clocks = max(_multiplying(tiling, machine, itemsize), received)
     steps = plan.most.steps / tiling.split
     return prices.launch + known.pace[shape_of(tiling)] * steps * clocks / prices.clock
 
@@ -354,7 +361,7 @@ def costs_of(plan: Decomposition, machine: Machine) -> Costs:
     tile = found._replace(
         stored=found.stored / segments, split_stored=0.0, exchanged=found.exchanged / segments
     )
-    area = plan.tiling.area / (128 * 256) / (plan.tiling.ctas // plan.tiling.split)
+    area = plan.tiling.area / (128 * 256) / plan.tiling.sharers
     return Costs(
         prices.results(tile),
         known.pace[shape_of(plan.tiling)] * step,
@@ -365,7 +372,7 @@ def costs_of(plan: Decomposition, machine: Machine) -> Costs:
 
 def row_alignment(row_bytes: int) -> int:
     """Bytes, up to a line of the cache, that rows of this many bytes begin on multiples of."""
-    return min(row_bytes & -row_bytes, LINE_BYTES)
+    return math.gcd(row_bytes, LINE_BYTES)
 
 
 def why(plan: Decomposition, machine: Machine, rows: tuple[int, int] = WHOLE_LINES) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 from rooftile.planning.hardware import Machine
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product, Tiling
+from rooftile.planning.stream_k_cost import LINE_BYTES, STEP_BYTES, row_alignment
 
-STEP_BYTES = 128  # of a row, that a step along K takes
-LINE_BYTES = 128  # of the L2 cache
 MARGIN = 0.95  # of its predicted time that a kernel of ours may take at most
 
 
@@ -45,7 +44,7 @@ def _measured(machine: str) -> dict[int, Vendor] | None:
 
 def broken_share(row_bytes: int) -> float:
     """Of rows of this many bytes, the share that begin inside a cache line."""
-    return 1 - math.gcd(row_bytes, LINE_BYTES) / LINE_BYTES
+    return 1 - row_alignment(row_bytes) / LINE_BYTES
 
 
 def predict_vendor(

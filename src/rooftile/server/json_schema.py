@@ -17,9 +17,8 @@ from rooftile.server.schema_values import SchemaValues, declared_types
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
 MAX_PATTERN_CHARACTERS = 200
-MAX_COUNTED = (
-    3000  # properties x how many of them there may be: the grammar has a rule for each pair
-)
+# Properties x how many of them there may be: the grammar has a rule for each pair.
+MAX_COUNTED = 3000
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Followed nowhere, with the values that say nothing.
 IGNORED: dict[str, tuple[Any, ...]] = {

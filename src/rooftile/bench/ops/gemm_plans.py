@@ -31,7 +31,7 @@ from rooftile.planning.stream_k import (
     split_k,
     stream_k,
 )
-from rooftile.planning.stream_k_choice import FEW_ROWS, MOST_STREAMED, least
+from rooftile.planning.stream_k_choice import FEW_ROWS, least, may_stream
 from rooftile.planning.stream_k_cost import (
     STEP_BYTES,
     clusters,
@@ -195,8 +195,7 @@ def is_choosable(record: Record, name: str, plan: Decomposition) -> bool:
     """Whether the planner would consider it: in the flavour that it would run it in, or in the other
     where only that was timed (never operands that pass where they should not).
     """
-    product = record.product
-    if plan.scheme == "stream-k" and (product.m + product.n) * product.k >= MOST_STREAMED:
+    if plan.scheme == "stream-k" and not may_stream(record.product):
         return False
     passes = is_passing(plan, ITEMSIZE, record.rows)
     if name.endswith(PASSING):

@@ -18,10 +18,7 @@ from rooftile.kernels.triton.interpreter import INTERPRETED
 from rooftile.kernels.triton.pointwise import where
 
 BLOCK = 512  # pages at a time
-LANES = (
-    32,
-    512,
-)  # requests at a time: a kernel each, which compiles for the longer the wider it is
+LANES = (32, 512)  # requests at a time: of each a kernel, which compiles the longer the wider it is
 ALL = tl.constexpr(2**30)
 
 
