@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from rooftile.kernels.cpu import library
+from tests.support import guarded_memory
 
 EXPLORE = os.environ.get("ROOFTILE_EXPLORE") == "1"
 
@@ -33,11 +34,25 @@ if not EXPLORE and hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: providers._local_constants  # which are none
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--guard",
+        choices=("end", "start"),
+        help="CUDA tensors end, or start, beside memory that is not there: support/guarded_memory.py",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The CPU kernels are compiled before the workers start and any test waits for a process; not on
     a machine that is lent for its GPU."""
     if not hasattr(config, "workerinput") and not torch.cuda.is_available():
         library.load()
+    side = config.getoption("guard")
+    if side:
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--guard needs an NVIDIA GPU")
+        guarded_memory.install(side)
+        torch.cuda.CUDAGraph = lambda: pytest.skip("captures a graph")  # type: ignore
 
 
 @pytest.fixture(autouse=True)

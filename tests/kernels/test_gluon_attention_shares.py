@@ -163,7 +163,6 @@ def test_ordinary_parts_need_no_second_pass(
 
 def test_whole_waves_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(CONFIG, "CUT_BELOW", 0.9)
 
     def cut(heads: int, q_len: int, kv_len: int, right: int, places: int = 132) -> Any:
         config, device = CONFIG.CONFIGS[128], torch.device("cpu")

@@ -21,18 +21,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    family: str, lens: list[tuple[int, int]], ragged: bool, causal: bool, dim: int = 64
+    family: str,
+    lens: list[tuple[int, int]],
+    ragged: bool,
+    causal: bool,
+    dim: int = 64,
+    heads: int = 2,
 ) -> None:
     kernels: Any = import_module(f"rooftile.kernels.{family}.attention")
     options = (None, -1, 0 if causal else -1, 0.0, 0.1)
     q_lens, kv_lens = zip(*lens, strict=True)
     if ragged:
         cu = [torch.tensor([0, *n]).cumsum(0).int() for n in (q_lens, kv_lens)]
-        q, k = (torch.empty(sum(n), 2, dim, dtype=torch.bfloat16) for n in (q_lens, kv_lens))
+        q, k = (torch.empty(sum(n), heads, dim, dtype=torch.bfloat16) for n in (q_lens, kv_lens))
         kernels.attention_varlen(q, k, k, *cu, max(q_lens), max(kv_lens), *options)
         return
     for m, n in lens:
-        q, k = (torch.empty(3, length, 2, dim, dtype=torch.bfloat16) for length in (m, n))
+        q, k = (torch.empty(3, length, heads, dim, dtype=torch.bfloat16) for length in (m, n))
         kernels.attention(q, k, k, *options)
 
 
@@ -50,19 +55,18 @@ def test_lengths_compile_nothing_in_the_portable_kernel(directory: Path, ragged:
 
 
 @pytest.mark.parametrize(
-    ("ragged", "cut_below", "kernels"),
+    ("ragged", "heads", "kernels"),
     [
-        (False, 0.0, 1),
-        pytest.param(True, 0.0, 1, marks=pytest.mark.slow),
-        # Whole tiles too, which other lengths of the class need: see cut.py.
-        pytest.param(False, 0.9, 2, marks=pytest.mark.slow),
+        (False, 12, 1),
+        pytest.param(True, 12, 1, marks=pytest.mark.slow),
+        # Few tiles are cut along their keys, and whole ones are what other lengths of the class need.
+        pytest.param(False, 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
-    directory: Path, ragged: bool, cut_below: float, kernels: int, monkeypatch: pytest.MonkeyPatch
+    directory: Path, ragged: bool, heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gluon: Any = import_module("rooftile.kernels.gluon.attention")
-    monkeypatch.setattr(gluon.config, "CUT_BELOW", cut_below)
     # What another test of this process called and built.
     monkeypatch.setattr(gluon.forward, "_dense", {})
     monkeypatch.setattr(gluon.forward, "_ragged", {})
@@ -70,9 +74,9 @@ def test_lengths_within_a_class_compile_nothing_in_the_hopper_kernel(
     gluon.kernel.attention_kernel.device_caches.clear()
     long = [(m + 6000, n + 6000) for m, n in LENGTHS]
     with offline("sm_90a", directory) as built:
-        run("gluon", long[:1], ragged, False)
+        run("gluon", long[:1], ragged, False, heads=heads)
         first = len(built)
-        run("gluon", long, ragged, False)
+        run("gluon", long, ragged, False, heads=heads)
     assert first == kernels
     assert all(one.found for one in built[first:]), "a length compiled a kernel"
 

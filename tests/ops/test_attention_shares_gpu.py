@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,16 +22,6 @@ LENGTHS = st.sampled_from(
     [(100, 5000), (257, 3000), (512, 4000), (1000, 1000), (1500, 1500), (1100, 2500), (2100, 1300)]
 )
 HEADS = st.sampled_from([(1, 1), (4, 4), (6, 2), (12, 3), (9, 9)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_tiles_are_cut() -> Iterator[None]:
-    """Off by default, see config.py."""
-    from rooftile.kernels.gluon.attention import config  # which needs Triton
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "CUT_BELOW", 0.9)
-        yield
 
 
 def call(

@@ -131,11 +131,10 @@ MODIFIED_64 = replace(SHORT_64, ctas=1, consumer_registers=240, sums_in_parts=Fa
 AGAIN_ROWS = 16
 MOST_TILES_SORTED = 2**15 - 1  # of a head, where CTAs sort sequences: their starts are 16-bit
 UNBOUNDED = 2**30  # beyond every length
-# Dense calls of few tiles can be cut along their keys, which is worth 10% to 65% where it spares a tenth of
-# the time (0.9), never so beyond a few tiles a CTA (planning/key_shares.py). Off until a GPU has confirmed
-# that what went wrong with padding behind a ragged batch is repaired (docs/performance.md, "Few tiles").
+# Calls of few tiles are cut along their keys, which is worth 10% to 65% where it spares a tenth of the time,
+# never so beyond a few tiles a CTA (planning/key_shares.py; docs/performance.md, "Few tiles").
 MOST_TILES_CUT = 6  # a CTA
-CUT_BELOW = 0.0  # of the clocks of whole tiles
+CUT_BELOW = 0.9  # of the clocks of whole tiles
 # Where keys and values do not fit into the L2 cache, CTAs at different places along them read more from
 # memory: 512 x 32768, 32/8 heads, d128 375 us whole, 458 cut.
 CACHED_BYTES = 48 * 2**20

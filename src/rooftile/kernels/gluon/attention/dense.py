@@ -141,6 +141,7 @@ def bind(
         run_parts(in_parts, cut, items, anchored, (q, k, v, out), lse, sink, cu_q=lse, cu_k=lse)
         return out, lse
 
+    cut.items()  # now, for the next call of the kind may be captured
     return run_in_parts
 
 

@@ -177,6 +177,7 @@ def bind(
         run_parts(in_parts, cut, items, anchored, (q, k, v, out), lse, sink, cu_q, cu_k)
         return out, lse
 
+    cut.items()  # now, for the next call of the kind may be captured
     return run_in_parts
 
 
