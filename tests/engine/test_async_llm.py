@@ -88,6 +88,19 @@ def test_many_clients_get_what_generate_gives(run: Callable[[Body], None], llm: 
     run(body)
 
 
+def test_who_is_busy_while_it_ends_is_shown_the_end(run: Callable[[Body], None]) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        shown = []
+        async for output in engine.generate("busy", SHORT):
+            shown.append(output.finished)
+            while not output.finished:
+                await asyncio.sleep(0.001)
+        assert len(shown) <= 2
+        assert shown[-1]
+
+    run(body)
+
+
 def test_leaving_and_cancelling_abort_the_request(run: Callable[[Body], None]) -> None:
     async def body(engine: AsyncLLM) -> None:
         async for output in engine.generate("leave", LONG):

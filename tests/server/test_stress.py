@@ -86,14 +86,15 @@ def test_a_storm_of_aborts(server: LiveServer) -> None:
         assert http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
 
 
-def test_a_slow_reader_holds_up_nobody(server: LiveServer) -> None:
+@pytest.mark.parametrize("many", [{"prompt": ["x"] * 40}, {"n": 40}], ids=["prompts", "samples"])
+def test_a_slow_reader_holds_up_nobody(server: LiveServer, many: dict[str, Any]) -> None:
     """It reads nothing until all is generated, far more than the buffers between hold; then all."""
-    body = {**LONG, "prompt": ["x"] * 40, "logprobs": 20, "stream": True}
+    body = {**LONG, **many, "logprobs": 20, "stream": True}
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(address(server))
         reader.sendall(raw_request(body))
-        wait_until(lambda: len(server.llm._open) == 40)
+        wait_until(lambda: server.open_sequences == 40)
         with server.http() as http:
             assert http.post("/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         wait_until(lambda: not busy(server))  # the engine is done while nobody reads

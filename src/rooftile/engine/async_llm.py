@@ -150,11 +150,13 @@ class AsyncLLM:
         if request is None or request.output is not output:  # it is finished already
             yield output
             return
+        finished = False  # when last shown: it may go on to its end while the caller is busy
         try:
-            while not output.finished:
+            while not finished:
                 await request.changed.wait()
                 request.changed.clear()
-                if not output.finished:
+                finished = output.finished
+                if not finished:
                     self._require_alive()
                 yield output
         finally:
