@@ -75,6 +75,19 @@ def _store_words(at, a, b, c, d, mask):
 
 
 @triton.jit
+def _store_four(at, a, b, c, d, mask):
+    """As `_store_words`, at multiples of 16 bytes, by one store; there are as many places as threads.
+
+    Stored one by one every word is a sector of its own on its way to the L2 cache: 2,048 for the merges
+    of 256 cuts, which one multiprocessor sends for a microsecond. Fewer places than threads would be
+    moved between them before.
+    """
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0], 4])
+    place = at[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(tl.multiple_of(place, [1, 16]), words, mask=mask[:, None])
+
+
+@triton.jit
 def _smaller(a, b):
     return tl.minimum(a, b)
 
@@ -307,10 +320,10 @@ def split_kv_single_kernel(
             opened = tl.associative_scan(tl.where(opens, slots - 2, -1), 0, _larger)
             words = plan + merges_at + (numbers % 65536 - 1) * MERGE_WORDS
             none = tl.zeros_like(into_lane)
-            _store_words(words, none, into_lane, none, rows_there, closes)
+            _store_four(words, none, into_lane, none, rows_there, closes)
             stride = tl.full([cta_block], row_stride, tl.int32)
             first_part = opened * row_stride
-            _store_words(words + 4, first_part, slots - opened, stride, cut_q_begin, closes)
+            _store_four(words + 4, first_part, slots - opened, stride, cut_q_begin, closes)
         return
 
     # Requests without queries, if any, come last, and the others have a strip for each head.
