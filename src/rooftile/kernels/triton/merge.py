@@ -138,16 +138,19 @@ def merge_shared_kernel(
     lse,  # [tokens, heads]
     group_size,
     num_heads,
-    dim,
+    dim: tl.constexpr,
     has_sink: tl.constexpr,
     row_stride: tl.constexpr,
-    row_block: tl.constexpr,
     part_block: tl.constexpr,
     dim_tile: tl.constexpr,
     overlapped: tl.constexpr,
     planned: tl.constexpr,
 ):
-    """A program for each strip of a request, strips beyond the grid in further turns.
+    """Program (strip of a request, packed row), strips beyond the grid in further turns.
+
+    A row is one warp's, whose registers hold all of its parts: the programs of a step fit beside each
+    other on a few multiprocessors, so they wait there with their words of the plan read when the last
+    part is written.
 
     planned: the kernel before this one let it start when the plan was there, so words of the plan are
     read before that kernel has ended.
@@ -156,7 +159,8 @@ def merge_shared_kernel(
         cuda.gdc_launch_dependents()
         if not planned:
             cuda.gdc_wait()
-    column = tl.arange(0, dim_tile)[None, None, :]
+    row = tl.program_id(1)
+    column = tl.arange(0, dim_tile)
     for index in range(tl.program_id(0), capacity, tl.num_programs(0)):
         strips = tl.load(plan + 4)  # while words are loaded, which may not be a strip's
         words = plan + merges_at + index * MERGE_WORDS
@@ -168,49 +172,62 @@ def merge_shared_kernel(
         parts = tl.load(words + 5)
         tile_rows = tl.load(words + 6)
         q_begin = tl.load(words + 7)
-        some = (parts > 0) & (index < strips)
-        for row0 in range(0, tl.where(some, rows, 0), row_block):
-            row = row0 + tl.arange(0, row_block)
-            valid = row < rows
+        if (parts > 0) & (index < strips) & (row < rows):
             head = kv_head * group_size + row % group_size
             below = group_row + row
             shared = plan + merges_at + (prefix + below // tile_rows) * MERGE_WORDS
-            has_prefix = valid & (prefix >= 0)
-            second = tl.load(shared + 4, mask=has_prefix, other=0) + below % tile_rows
-            others = tl.load(shared + 5, mask=has_prefix, other=0)
+            second = tl.load(shared + 4, mask=prefix >= 0, other=0) + below % tile_rows
+            others = tl.load(shared + 5, mask=prefix >= 0, other=0)
+            first += row
+            second -= parts * row_stride  # as if they went on behind the row's own parts
+            own = partial_out + first.to(tl.int64) * dim + column
+            other = partial_out + second.to(tl.int64) * dim + column
+            own_lse = partial_lse + first
+            other_lse = partial_lse + second
             if overlapped and planned:
                 cuda.gdc_wait()
-            logit = tl.full([row_block], float("-inf"), tl.float32)
+            logit = float("-inf")
             if has_sink:
-                logit = tl.load(sink + head, mask=valid, other=float("-inf"))
+                logit = tl.load(sink + head)
             maximum = tl.maximum(logit, -1.0e30)
             total = tl.exp(logit - maximum)
-            o = tl.zeros([row_block, dim_tile], tl.float32)
-            for start in range(0, parts + tl.max(others, 0), part_block):
-                part = (start + tl.arange(0, part_block))[None, :]
-                present = valid[:, None] & (part < parts + others[:, None])
-                own = (first + row)[:, None] + part * row_stride
-                place = tl.where(part < parts, own, second[:, None] + (part - parts) * row_stride)
-                place = place.to(tl.int64)
-                log = tl.load(partial_lse + place, mask=present, other=float("-inf"))
-                at = partial_out + place[:, :, None] * dim + column
-                values = tl.load(at, mask=present[:, :, None] & (column < dim), other=0.0)
-                highest = tl.maximum(maximum, tl.max(log, 1))
-                weights = tl.exp(log - highest[:, None])
+            o = tl.zeros([dim_tile], tl.float32)
+            for start in range(0, parts + others, part_block):
+                logs = ()
+                values = ()
+                for j in tl.static_range(part_block):  # all loads before the first use
+                    part = start + j
+                    there = part < parts + others
+                    at = tl.where(part < parts, own, other) + j * row_stride * dim
+                    value = tl.load(at, mask=there & (column < dim), other=0.0)
+                    values = values + (value,)  # noqa: RUF005
+                for j in tl.static_range(part_block):
+                    part = start + j
+                    there = part < parts + others
+                    at = tl.where(part < parts, own_lse, other_lse) + j * row_stride
+                    log = tl.load(at, mask=there, other=float("-inf"))
+                    logs = logs + (log,)  # noqa: RUF005
+                own += part_block * row_stride * dim
+                other += part_block * row_stride * dim
+                own_lse += part_block * row_stride
+                other_lse += part_block * row_stride
+                highest = maximum
+                for j in tl.static_range(part_block):
+                    highest = tl.maximum(highest, logs[j])
                 shrink = tl.exp(maximum - highest)
-                total = total * shrink + tl.sum(weights, 1)
-                # A part of a row that sees nothing has no values.
-                visible = weights[:, :, None] > 0
-                weighted = tl.where(visible, values * weights[:, :, None], 0.0)
-                o = o * shrink[:, None] + tl.sum(weighted, 1)
+                total = total * shrink
+                o = o * shrink
+                for j in tl.static_range(part_block):
+                    weight = tl.exp(logs[j] - highest)
+                    total = total + weight
+                    # A part of a row that sees nothing has no values.
+                    o += tl.where(weight > 0, values[j] * weight, 0.0)
                 maximum = highest
-            o = o / tl.where(total != 0, total, 1.0)[:, None]
+            o = o / tl.where(total != 0, total, 1.0)
             log_sum = tl.where(total != 0, maximum + tl.log(total), float("-inf"))
             token = (q_begin + row // group_size).to(tl.int64) * num_heads + head
-            wide = tl.arange(0, dim_tile)[None, :]
-            mask = valid[:, None] & (wide < dim)
-            tl.store(out + token[:, None] * dim + wide, o.to(out.dtype.element_ty), mask=mask)
-            tl.store(lse + token, log_sum, mask=valid)
+            tl.store(out + token * dim + column, o.to(out.dtype.element_ty), mask=column < dim)
+            tl.store(lse + token, log_sum)
     if overlapped and planned:
         cuda.gdc_wait()  # also where nothing was to be merged: later kernels count on it
 
@@ -235,9 +252,7 @@ def merge_shared(
     if rows == 0 or strips == 0:
         return
     dim = out.shape[-1]
-    dim_tile = max(16, triton.next_power_of_2(dim))
-    row_block = max(1, min(triton.next_power_of_2(rows), 512 // dim_tile, 4))
-    merge_shared_kernel[(min(strips, MOST_MERGES),)](
+    merge_shared_kernel[(min(strips, MOST_MERGES), rows)](
         plan,
         layout.merges,
         strips,
@@ -248,13 +263,13 @@ def merge_shared(
         lse,
         spec.group_size,
         out.shape[1],
-        dim,
+        dim=dim,
         has_sink=sink is not None,
         row_stride=spec.tile_rows[-1],
-        row_block=row_block,
         part_block=8,
-        dim_tile=dim_tile,
-        num_warps=4,
+        dim_tile=max(16, triton.next_power_of_2(dim)),
+        num_warps=1,
+        maxnreg=80,  # so that all loads are there before the first use
         planned=planned,
         **overlap(out),
     )
