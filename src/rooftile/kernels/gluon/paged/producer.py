@@ -194,7 +194,7 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     fill = first_fill()
     slot = first_fill()
     turn = first_fill()
-    share, item, following, words, common, end = work.first_item()
+    share, item, following, words, drawn_from, end = work.first_item()
     slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     while share < end:
         kv_head = pick(words, KV_HEAD)
@@ -218,7 +218,7 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 if i == gl.maximum(gl.minimum(k_ring.ring.stages, tiles), 1) - 1:
                     # What comes next is found out when there is nothing left to do but wait.
                     share, item, following, words = work.next_item(
-                        share, item, following, common, end
+                        share, item, following, drawn_from, end
                     )
                     slot, next_window, next_before = _announce(
                         work, queue, slot, words, share < end, boxes
@@ -237,7 +237,7 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                     )  # fmt: skip
                 kv_end = run_begin
                 rotation, border = work.next_rotation(rotation, border)
-            share, item, following, words = work.next_item(share, item, following, common, end)
+            share, item, following, words = work.next_item(share, item, following, drawn_from, end)
             slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     work.finish()
 

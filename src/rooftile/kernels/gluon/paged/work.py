@@ -168,7 +168,11 @@ class Work:
     @gluon.jit
     def first_item(self):
         """Where a CTA begins: its share's number, a pointer to the first item, how many follow it in
-        the share, its words [32]; how many items are drawn one at a time, and the number of shares.
+        the share, its words [32]; from which on items are drawn one at a time (0: CTAs have shares), and
+        the number of shares.
+
+        Of items that are drawn CTAs take the first half in turn, without waiting for a counter; the
+        others are as many as uneven ones need to come out even.
         """
         share = gl.program_id(0)
         lane = gl.arange(0, WARP, LANES)
@@ -185,35 +189,41 @@ class Work:
             first = share
             count = gl.where(share < common, 1, 0)
         end = gl.where(common > 0, common, self.shares)
+        drawn_from = 0
+        if self.drawn:
+            ctas = gl.num_programs(0)
+            drawn_from = gl.where(common > 0, gl.maximum(common // (2 * ctas), 1) * ctas, 0)
         item = self.plan + self.items_at + first * ITEM_WORDS
         if count == 0:
-            share, item, count = self.next_share(common, end)
+            share, item, count = self.next_share(share, drawn_from, end)
         if (common == 0) | (share != gl.program_id(0)):
             words = self.words(item, share < end)
-        return share, item, count - 1, words, common, end
+        return share, item, count - 1, words, drawn_from, end
 
     @gluon.jit
-    def next_item(self, share, item, following, common, end):
+    def next_item(self, share, item, following, drawn_from, end):
         """The same of the item after this one; past the end of all there is none."""
         item += ITEM_WORDS
         following -= 1
         if following < 0:
-            share, item, count = self.next_share(common, end)
+            share, item, count = self.next_share(share, drawn_from, end)
             following = count - 1
         return share, item, following, self.words(item, share < end)
 
     @gluon.jit
-    def next_share(self, common, end):
+    def next_share(self, share, drawn_from, end):
         """A share that has items and that nobody else has: its number, its first item, how many."""
-        share = end
         first = 0
         count = 0
         if self.drawn:
             lane = gl.arange(0, WARP, LANES)
-            share = gl.num_programs(0) + gl.atomic_add(self.plan + DRAWN, 1, sem="relaxed")
+            share += gl.num_programs(0)
+            if share >= drawn_from:
+                base = gl.maximum(drawn_from, gl.num_programs(0))
+                share = base + gl.atomic_add(self.plan + DRAWN, 1, sem="relaxed")
             first = share
             count = 1
-            if common == 0:
+            if drawn_from == 0:
                 count = 0
                 while (count == 0) & (share < end):
                     run = gl.load(
@@ -224,6 +234,8 @@ class Work:
                     if count == 0:
                         drawn = gl.atomic_add(self.plan + DRAWN, 1, sem="relaxed")
                         share = gl.num_programs(0) + drawn
+        else:
+            share = end
         return share, self.plan + self.items_at + first * ITEM_WORDS, count
 
     @gluon.jit
