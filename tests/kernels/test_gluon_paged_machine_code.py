@@ -20,6 +20,7 @@ from rooftile.kernels.gluon.paged.config import (  # noqa: E402
     LONG,
     QUANTISED,
     SMALL,
+    SMALL_PAGE_Q_LEN,
     Config,
     of_pages,
 )
@@ -82,7 +83,7 @@ def test_eight_rows(quantised: bool) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_prefill(page_size: int) -> None:
-    config = of_pages(LARGE[128], page_size)
+    config = of_pages(LARGE[128], page_size, SMALL_PAGE_Q_LEN)
     code = compiled(config, page_size, PLAIN)
     check(code, config, OUTSIDE_LOOPS)
     assert code.count("UTMASTG")
@@ -108,7 +109,7 @@ def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
         check(compiled(config, 16, features), config, spills)
     if dim < 256:  # at 256 a prefill spills some more
         for page_size in (16, 64):
-            config = of_pages(LARGE[dim], page_size)
+            config = of_pages(LARGE[dim], page_size, SMALL_PAGE_Q_LEN)
             check(compiled(config, page_size, features), config, OUTSIDE_LOOPS + spills)
     for config in QUANTISED.get(dim, ())[:2]:
         check(compiled(config, 16, features, quantised=True), config, spills)

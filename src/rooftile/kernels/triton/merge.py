@@ -1,5 +1,5 @@
 """Merging attention results over disjoint sets of keys: parts of a plan, and users' own."""
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def merge_shared_kernel(
 ):
     """Program (strip of a request, packed row), strips beyond the grid in further turns.
 
-    A row is one warp's, whose registers hold all of its parts: the programs of a step fit beside each
-    other on a few multiprocessors, so they wait there with their words of the plan read when the last
-    part is written.
+    A row of 128 columns is one warp's, whose registers hold all of its parts: the programs of a step fit
+    beside each other on a few multiprocessors, so they wait there, with their words of the plan read,
+    when the last part is written.
 
     planned: the kernel before this one let it start when the plan was there, so words of the plan are
     read before that kernel has ended.
@@ -252,6 +252,7 @@ def merge_shared(
     if rows == 0 or strips == 0:
         return
     dim = out.shape[-1]
+    dim_tile = max(16, triton.next_power_of_2(dim))
     merge_shared_kernel[(min(strips, MOST_MERGES), rows)](
         plan,
         layout.merges,
@@ -267,8 +268,8 @@ def merge_shared(
         has_sink=sink is not None,
         row_stride=spec.tile_rows[-1],
         part_block=8,
-        dim_tile=max(16, triton.next_power_of_2(dim)),
-        num_warps=1,
+        dim_tile=dim_tile,
+        num_warps=max(1, dim_tile // 128),  # four columns a lane
         maxnreg=80,  # so that all loads are there before the first use
         planned=planned,
         **overlap(out),

@@ -96,8 +96,10 @@ LARGE = {
 }  # fmt: skip
 # Small pages, whose keys are many boxes: a third stage of keys in the place of the second tile of queries, which
 # are loaded behind the values. Share of dense without and with it: page 16, causal b8 s2048 0.92 0.94, b2 s8192
-# 0.93 0.95, b1 s16384 0.94 0.96, full b2 s8192 0.95 0.97; page 64, causal 0.98 0.97, 0.99 0.97, 0.99 0.98.
+# 0.93 0.95, b1 s16384 0.94 0.96, full b2 s8192 0.95 0.97; page 64, causal 0.98 0.97, 0.99 0.97, 0.99 0.98. An
+# item's end takes 1,000 clocks more, and short strips have many ends: b16 s1024 286 and 299 us without and with.
 SMALL_PAGE = 64  # keys
+SMALL_PAGE_Q_LEN = 2048  # query tokens of the longest request, from which on
 SMALL_PAGES = {
     LARGE[128]: replace(LARGE[128], registers=(232, 40), k_stages=3, q_stages=1),
 }
@@ -146,9 +148,10 @@ def config_of(
     return next(config for config in by_dim[dim] if config.tile_rows[-1] >= packed_rows)
 
 
-def of_pages(config: Config, page_size: int) -> Config:
+def of_pages(config: Config, page_size: int, max_q_len: int) -> Config:
     """The same for pages of `page_size` keys; plans do not depend on it."""
-    return SMALL_PAGES.get(config, config) if page_size < SMALL_PAGE else config
+    many = page_size < SMALL_PAGE and max_q_len >= SMALL_PAGE_Q_LEN
+    return SMALL_PAGES.get(config, config) if many else config
 
 
 def anchored_from(dim: int, right: int) -> int:

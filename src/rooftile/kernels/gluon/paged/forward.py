@@ -125,7 +125,7 @@ def _kind_of_call(
     quantised = k_pages.dtype != q.dtype
     block = config.block
     if not chunk_len:  # whose rotations of queries come one after the other
-        config = of_pages(config, page_size)
+        config = of_pages(config, page_size, spec.max_q_len)
     if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(config.dim, right):
         config = replace(config, anchored=False)
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
