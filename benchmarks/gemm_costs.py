@@ -53,10 +53,11 @@ NEAR, FAR = 1.15, 1.5  # of the best: slower plans count less, since none of the
 LEVEL = 0.4  # weight of how long plans take, against how those of a case compare
 STEADY = 0.3  # how much a pace that differs from 1 has to explain
 SEEDS = (0, 1, 2)
+GUESSED = 0.02  # weight of a guess
 VENDOR_GUESSES = {
-    8: (4e-6, 700e12, 4e-6, 3.4e12, 0.05e-6, 0.1, 1.5),
-    2: (9e-6, 160e12, 9e-6, 1.0e12, 0.1e-6, 0.01, 4.0),
-    1: (4e-6, 150e12, 4e-6, 3.4e12, 0.05e-6, 0.1, 1.5),
+    8: (4e-6, 700e12, 4e-6, 3.4e12, 0.2e-6, 0.1, 1.5, 3e12, 50),
+    2: (9e-6, 160e12, 9e-6, 1.0e12, 0.2e-6, 0.01, 4.0, 3e12, 50),
+    1: (4e-6, 150e12, 4e-6, 3.4e12, 0.2e-6, 0.1, 1.5, 3e12, 50),
 }
 
 
@@ -173,7 +174,8 @@ def fit_vendor(records: Sequence[Record], unit: int) -> Vendor:
 
     def off(steps: numpy.ndarray) -> list[float]:
         vendor = Vendor(*(numpy.array(VENDOR_GUESSES[unit]) * numpy.exp(steps)))
-        return [
+        # What the times say nothing of stays as it was guessed.
+        return [*(GUESSED * steps)] + [
             math.log(
                 seconds_of(vendor, x.product, H200, ITEMSIZE, broken_share(2 * x.product.k))
                 / (x.vendor * 1e-6)

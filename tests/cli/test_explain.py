@@ -105,7 +105,7 @@ def test_a_matrix_product_says_what_its_time_consists_of() -> None:
     )
     assert "the matrix unit binds a step" in " ".join(whole.split())
     assert "parts" not in whole.split("In microseconds:")[1].split(".\n")[0]
-    assert "launch 7.0" in cut
+    assert "launch 7." in cut
     assert "parts" in cut.split("In microseconds:")[1].split(".\n")[0]
     assert "reading, which overlaps" in " ".join(broken.split())
 

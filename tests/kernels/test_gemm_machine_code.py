@@ -18,7 +18,16 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, LARGE, PAIRS, SPLIT, Config, constants  # noqa: E402
+from rooftile.kernels.gluon.gemm.config import (  # noqa: E402
+    CONFIGS,
+    LARGE,
+    PAIR_WIDE,
+    PAIRS,
+    QUADS,
+    SPLIT,
+    Config,
+    constants,
+)
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
@@ -130,7 +139,7 @@ def _name(config: Config) -> str:
         *(
             pytest.param(config, features, marks=pytest.mark.slow)
             for configs, variants in (
-                (PAIRS, ({}, {"streamed": False}, {"apart": True, "out": gl.float32})),
+                (PAIRS + QUADS, ({}, {"streamed": False}, {"apart": True, "out": gl.float32})),
                 (SPLIT, ({"streamed": False},)),
             )
             for config in configs
@@ -160,6 +169,44 @@ def test_clusters(config: Config, features: dict[str, Any]) -> None:
     assert sends == (2 * config.rows * config.columns(False) * config.split // 512) * (
         config.split > 1
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        (PAIR_WIDE, {}),
+        *(
+            pytest.param(config, features, marks=pytest.mark.slow)
+            for config in (PAIR_WIDE, PAIR_WIDE.passing_on)
+            for features in (
+                {"streamed": False, "has_residual": True} if config.passing else {},
+                {"streamed": False},
+                {"streamed": False, "apart": True, "out": gl.float32},
+            )
+        ),
+    ],
+    ids=lambda x: (
+        f"{_name(x)}{'+' * x.passing}" if isinstance(x, Config) else "-".join(x) or "streamed"
+    ),
+)
+def test_a_width_that_is_no_power_of_two(config: Config, features: dict[str, Any]) -> None:
+    """Two accumulators: the products of both are in flight when the next step's begin."""
+    code = compiled(config, **features)
+    assert code.spills() == 0
+    assert code.shared_bytes + 1024 <= SHARED_MEMORY
+    boxes = config.block_n // config.rest
+    assert code.count("UTMALDG") == 1 + boxes
+    assert code.count("UTMALDG.2D.MULTICAST") == boxes * (config.sharers > 1)
+    loops = [loop for loop in code.product_loops() if len(loop.body) <= 120]
+    assert len(loops) == (4 if features.get("streamed", True) else 2)
+    for loop in loops:
+        first, rest = config.block_n - config.rest, config.rest
+        assert loop.count(f"HGMMA.64x{first}x16") == loop.count(f"HGMMA.64x{rest}x16") == 4
+        assert loop.hazards() == []
+        assert loop.count("BAR") == 0
+        (wait,) = [x for x in loop.body if x.name.startswith("WARPGROUP.DEPBAR")]
+        assert wait.text.endswith("0x2")
+    assert code.ptx.count(f", {max(config.places)};") >= 3  # where the producer believes it
 
 
 def test_parts_are_moved_eight_bytes_at_a_time() -> None:

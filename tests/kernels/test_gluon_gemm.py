@@ -122,12 +122,12 @@ def test_integers_come_out_exactly(
     assert torch.equal(got, (a @ b).float())
 
 
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(
-    config=st.sampled_from(CONFIG.PAIRS + CONFIG.SPLIT),
+    config=st.sampled_from((*CONFIG.PAIRS, *CONFIG.QUADS, *3 * [CONFIG.PAIR_WIDE], *CONFIG.SPLIT)),
     scheme=st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]),
     m=st.sampled_from([1, 65, 129, 300]),
-    n=st.sampled_from([8, 127, 264]),
+    n=st.sampled_from([8, 127, 193, 264]),
     k=st.sampled_from([512, 520, 1000]),
     inside=st.booleans(),
     has_bias=st.booleans(),
@@ -340,7 +340,13 @@ def test_configurations_fit_the_machine() -> None:
     for config in CONFIG.CONFIGS:
         for gated in (False, True):
             assert config.shared_bytes(2, gated) <= CONFIG.SHARED_BYTES
-    for config in CONFIG.PAIRS + CONFIG.SPLIT:
+    for config in (*CONFIG.PAIRS, *CONFIG.QUADS, CONFIG.PAIR_WIDE, *CONFIG.SPLIT):
+        # The smaller operand's stages come before the results in shared memory.
+        chunk = config.rows * config.chunk(False, 4) * 4
+        assert (
+            2 * config.buffers * chunk
+            <= config.stages * min(config.block_m, config.block_n) * config.block_bytes
+        )
         assert config.shared_bytes(4, gated=False) <= CONFIG.SHARED_BYTES
         sums = 4 * config.block_m * config.block_n
         if config.split > 1:  # they go where the operands were

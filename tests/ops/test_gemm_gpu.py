@@ -20,7 +20,7 @@ from rooftile.ops.packed_weight import pack, unpack
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.gluon.gemm import forward
-from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, SPLIT, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIR_WIDE, PAIRS, QUADS, SPLIT, Config
 from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan
 from rooftile.kernels.gluon.gemm.plan import plan_of
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
@@ -184,7 +184,9 @@ def test_large_products_with_copies(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("passing", [False, True])
-@pytest.mark.parametrize("config", PAIRS + SPLIT + CONFIGS, ids=lambda c: f"{c.tiling(2)}")
+@pytest.mark.parametrize(
+    "config", [*PAIRS, PAIR_WIDE, *QUADS, *SPLIT, *CONFIGS], ids=lambda c: f"{c.tiling(2)}"
+)
 def test_clusters(config: Config, passing: bool) -> None:
     """CTAs that load columns together or share a tile's steps; operands that pass through the cache."""
     if not passing and not config.joined:

@@ -15,6 +15,7 @@ from rooftile.planning.stream_k import (
     Tiling,
     data_parallel,
     hybrid,
+    joined_k,
     split_k,
     stream_k,
 )
@@ -30,12 +31,13 @@ def decompositions(draw: st.DrawFn) -> Decomposition:
     product = Product(*(draw(st.integers(1, 700)) for _ in range(3)))
     tiling = Tiling(*(draw(st.sampled_from([16, 32, 64, 128])) for _ in range(3)))
     num_sms = draw(st.integers(1, 40))
-    scheme = draw(st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]))
+    scheme = draw(st.sampled_from(["data-parallel", "split-k", "joined-k", "stream-k", "hybrid"]))
     if scheme == "data-parallel":
         return data_parallel(product, tiling, num_sms)
-    if scheme == "split-k":
+    if scheme in ("split-k", "joined-k"):
         split = draw(st.integers(1, tiling.iterations(product)))
-        return split_k(product, tiling, tiling.tiles(product) * split + num_sms, split)
+        cut = split_k if scheme == "split-k" else joined_k
+        return cut(product, tiling, tiling.tiles(product) * split + num_sms, split)
     if scheme == "stream-k":
         return stream_k(product, tiling, num_sms)
     return hybrid(product, tiling, num_sms)

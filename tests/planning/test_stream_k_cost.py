@@ -32,6 +32,7 @@ from rooftile.planning.stream_k_cost import (
     machinery,
     predict,
     row_alignment,
+    shape_of,
     steps_alone,
     tiling_of,
     why,
@@ -78,15 +79,19 @@ def test_alignment_of_rows() -> None:
     assert [row_alignment(n) for n in (8192, 128, 192, 160, 176, 2)] == [128, 128, 64, 32, 16, 2]
 
 
-def test_operands_pass_only_where_memory_binds_and_rows_are_whole_lines() -> None:
-    def passes(case: tuple[int, int, int], rows: tuple[int, int] = WHOLE_LINES) -> bool:
-        plan = data_parallel(Product(*case), tiling_of(128, 128, itemsize=2), H200.units)
+def test_operands_pass_only_where_few_read_a_line_and_rows_are_whole_lines() -> None:
+    def passes(
+        case: tuple[int, int, int], rows: tuple[int, int] = WHOLE_LINES, side: int = 128
+    ) -> bool:
+        plan = data_parallel(Product(*case), tiling_of(side, side, itemsize=2), H200.units)
         return is_passing(plan, 2, rows)
 
     assert passes((256, 6144, 4096))
     assert not passes((256, 6144, 4096), (128, 16))
     assert not passes((2048, 2048, 2048))
     assert not passes((64, 6144, 4096))
+    assert passes((712, 1256, 5568))
+    assert not passes((712, 1256, 5568), side=64)
 
 
 def test_what_the_busiest_cta_does() -> None:
@@ -100,6 +105,19 @@ def test_what_the_busiest_cta_does() -> None:
     assert found.split_stored == found.stored  # rows of 600 bytes
     pair = data_parallel(Product(256, 256, 640), tiling_of(256, 256, 2, itemsize=2), 66)
     assert (counts(pair, H200).asked, counts(pair, H200).received) == (256, 384)
+
+
+def test_ctas_elsewhere_along_k_load_their_lines_alone() -> None:
+    product = Product(2176, 2176, 4096)  # 289 tiles of 128 x 128: 157 streamed, then one each
+    found = counts(plan_named(product, "128x128 hybrid"), H200)
+    assert (found.steps, found.scattered, found.alone) == (77 + 64, 77 + 64, 256)
+    large = counts(plan_named(Product(8192, 8192, 8192), "128x128 hybrid"), H200)
+    assert large.scattered == large.steps - 30 * 128 + 128  # one of 30 whole tiles
+    prices = machinery(H200).prices
+    assert prices.step(found, scattered=True) > prices.step(found)
+    # Pairs of large tiles multiply for as long as the cache takes.
+    pair = counts(plan_named(product, "256x256/2 hybrid"), H200)
+    assert prices.step(pair, scattered=True) < 1.02 * prices.step(pair)
 
 
 def test_the_launch_that_adds_parts_is_late_where_no_multiprocessor_is_free() -> None:
@@ -128,6 +146,17 @@ def test_other_machines_have_prices_at_their_own_clock_and_bandwidth() -> None:
     assert set(machinery(H200).pace) == set(SHAPES)
 
 
+def test_a_width_that_is_no_power_of_two_needs_plain_operands_and_many_rows() -> None:
+    product = Product(704, 3712, 3928)
+    assert {shape_of(x) for x in tilings_for(product) if x.split == 1} == set(SHAPES)
+    for other in (tilings_for(product, 2, False), tilings_for(Product(64, 3712, 3928))):
+        assert other
+        assert all(x.block_n & (x.block_n - 1) == 0 for x in other)
+    # 22 tiles of 192 columns leave 2 of 66 pairs idle where 3 x 29 tiles of 128 take two waves.
+    chosen = choose(product, H200, 2, None, (16, 16)).decomposition
+    assert shape_of(chosen.tiling) == (256, 192, 2)
+
+
 def test_why_says_what_binds() -> None:
     square = data_parallel(Product(4096, 4096, 4096), tiling_of(128, 256, itemsize=2), 132)
     assert "matrix unit" in why(square, H200)
@@ -140,11 +169,11 @@ def test_why_says_what_binds() -> None:
 
 
 def test_choices_are_near_the_best_of_the_plans_that_were_timed() -> None:
-    """Replayed from recorded times of an H200: 17 products of the list, and 100 random ones."""
+    """Replayed from recorded times of an H200: 17 products of the list, and 200 random ones."""
     found = replay(pooled(current(recorded())))
-    assert len(found) > 100
+    assert len(found) > 200
     assert mean_of([x.regret for x in found]) < 1.02
-    assert mean_of([x.auto_us / min(x.record.vendor, x.best_us) for x in found]) < 1.03
+    assert mean_of([x.auto_us / min(x.record.vendor, x.best_us) for x in found]) < 1.015
 
 
 @pytest.mark.parametrize(
@@ -160,7 +189,7 @@ def test_choices_are_near_the_best_of_the_plans_that_were_timed() -> None:
 def test_choices_on_the_list(case: str) -> None:
     runs = [record for record in current(recorded()) if record.case == case]
     (found,) = replay(pooled(runs))
-    assert found.regret < 1.07
+    assert found.regret < 1.1
 
 
 def test_a_wrong_price_shows() -> None:

@@ -5,6 +5,7 @@ after tile, all these steps form one line, and a scheme says which piece of it e
 
 - data-parallel: whole tiles in turn. The last wave leaves SMs idle.
 - split-k: every tile in `split` equal parts along K.
+- joined-k: the same, whose parts the last CTA adds, however many rows there are.
 - cluster-k: the same by the CTAs of one cluster, which exchange their sums without the memory.
 - stream-k: equal pieces of the line, across the borders of tiles.
 - hybrid: stream-k over the partial wave and one full wave, whole tiles after that ("two-tile
@@ -20,13 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from rooftile.planning.case_words import check_numbers
 
-Scheme = Literal["data-parallel", "split-k", "cluster-k", "stream-k", "hybrid"]
+Scheme = Literal["data-parallel", "split-k", "joined-k", "cluster-k", "stream-k", "hybrid"]
 STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
 
 
@@ -235,6 +236,15 @@ def split_k(product: Product, tiling: Tiling, num_sms: int, split: int) -> Decom
             f"part needs one of {num_sms} SMs"
         )
     return Decomposition("split-k", product, tiling, tiles * split, tiles, split, 1)
+
+
+def joined_k(product: Product, tiling: Tiling, num_sms: int, split: int) -> Decomposition:
+    """As `split_k`, whose parts the CTA with the last of them adds: no other launch does.
+
+    Raises:
+        ValueError: as `split_k`.
+    """
+    return replace(split_k(product, tiling, num_sms, split), scheme="joined-k")
 
 
 def stream_k(product: Product, tiling: Tiling, num_ctas: int) -> Decomposition:

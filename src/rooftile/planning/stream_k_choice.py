@@ -14,6 +14,7 @@ from rooftile.planning.stream_k import (
     cluster_k,
     data_parallel,
     hybrid,
+    joined_k,
     split_k,
     stream_k,
 )
@@ -41,7 +42,8 @@ FEW_ROWS = 64  # what tiles of more rows are of no use to
 # Elements of operands that CTAs at different places along K may share: what the L2 cache does not
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
 MOST_STREAMED = 30_000_000
-EQUAL = 1.02  # predictions are not better than this
+MOST_JOINED = 3  # parts that the CTA which finishes a tile adds
+EQUAL = 1.01  # predictions are not better than this
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -62,8 +64,9 @@ def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -
     found = [tiling_of(*shape, itemsize=itemsize) for shape in shapes]
     if few or not in_clusters:
         return found
-    pairs = [x for x in SHAPES if len(x) == 3 and product.m > x[0] // x[2]]
-    found += [tiling_of(*shape, itemsize=itemsize) for shape in pairs]
+    # Half of the CTAs of a cluster have rows at least.
+    together = [x for x in SHAPES if len(x) == 3 and product.m > x[0] // 2]
+    found += [tiling_of(*shape, itemsize=itemsize) for shape in together]
     found += [
         Tiling(block_m * sharers, block_n, STEP_BYTES // itemsize, sharers * split, split)
         for (block_m, block_n), splits in CLUSTERED.items()
@@ -97,6 +100,8 @@ def candidates(
         for split in sorted({*SPLITS, most}):
             if 1 < split <= min(iterations, most):
                 yield split_k(product, tiling, num_sms, split)
+                if split <= MOST_JOINED and product.m > FEW_ROWS:
+                    yield joined_k(product, tiling, num_sms, split)
         if tiles >= num_sms:
             yield hybrid(product, tiling, num_sms)
         elif may_stream(product):
@@ -119,7 +124,7 @@ def schemes(chosen: Decomposition, machine: Machine) -> list[Decomposition]:
 
 
 def least(timed: Sequence[tuple[float, Decomposition]]) -> tuple[float, Decomposition]:
-    """Seconds and plan of the one that takes least, or 2% more with tiles in fewer parts: many that are
+    """Seconds and plan of the one that takes least, or 1% more with tiles in fewer parts: many that are
     written at a time can take longer than predicted (384 x 384 x 16384 in 14 parts: 26.8
     microseconds, predicted 22.9)."""
     enough = EQUAL * min(seconds for seconds, _ in timed)
@@ -129,7 +134,7 @@ def least(timed: Sequence[tuple[float, Decomposition]]) -> tuple[float, Decompos
 
 def cuts(plan: Decomposition) -> int:
     """Parts along k that every tile is cut in."""
-    return plan.group_ctas if plan.scheme == "split-k" else plan.tiling.split
+    return plan.group_ctas if plan.scheme in ("split-k", "joined-k") else plan.tiling.split
 
 
 def choose(

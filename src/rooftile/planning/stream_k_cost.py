@@ -8,7 +8,8 @@ and gives each a price. So do we, but a step's price follows from what it does:
   a line of the cache is two requests, and one that begins inside a sector of a line (32 bytes) costs
   as much again; both hurt the more, the more multiprocessors are at it. CTAs that load columns
   together ask for fewer pieces than they receive;
-- CTAs at different places along K find less in the cache.
+- CTAs at different places along K ask for lines that no other asks for at that time, and the cache answers
+  each by itself. So do, while one tile takes, whole tiles after streamed ones: they begin at any time.
 
 The step takes what takes longest, a little more where others take nearly as long. A launch, the first
 stages of the ring, which nothing hides, and what follows the steps (parts of tiles) come on top; reading
@@ -33,6 +34,8 @@ from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
 SHAPES: tuple[tuple[int, ...], ...] = (
     *((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32)),
     *((256, 256, 2), (256, 128, 2), (128, 256, 2), (128, 128, 2)),
+    *((512, 128, 4), (256, 128, 4)),
+    (256, 192, 2),  # two accumulators a warpgroup (kernels/gluon/gemm/accumulator.py)
 )
 STEP_BYTES = 128
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
@@ -49,8 +52,8 @@ EARLY_UNITS = 30
 # At 64 rows and less a warp loads weights before the kernels ahead have ended; below 6 MB nothing was
 # gained, and more than 150 MB were not measured.
 PASSING_ROWS, PASSING_BYTES = 64, (6e6, 150e6)
-# m n / (m + n): steps for each line read. At 455 operands that pass gained 3%, at 1008 they lost 1% to 3%.
-MOST_PASSING = 620
+# Clusters that read each line. Where 7 did operands that pass gained 0% to 4%, where 11 did they lost 5%.
+MOST_READERS = 9
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Counts(NamedTuple):
     broken, split: of those asked for, that begin inside a line, and inside a sector, times the share
         of the multiprocessors that do so.
     outside: rows of its boxes beyond the matrix.
-    steps: along K; scattered: of these, while others are elsewhere along K.
+    steps: along K; scattered: of these, while others are elsewhere along K; alone: pieces that it asks
+        for in one of these, times the share of the multiprocessors that do so.
     stored: pieces of results; split_stored: those that begin inside a sector.
     exchanged: bytes of sums that the CTAs of a cluster exchange.
     published, added: parts of tiles that it writes, and adds, in tiles of 128 x 256.
@@ -90,6 +94,7 @@ class Counts(NamedTuple):
     broken: float
     split: float
     outside: float
+    alone: float
     steps: float
     scattered: float
     stored: float
@@ -112,8 +117,8 @@ class Prices:
 
     step_sharpness, sharpness: how well units of a step, and steps and reading, overlap: a and b take
         (a^s + b^s)^(1/s).
-    hot, scattered: shares that a step's multiplications and loads take longer.
-    broken, split, outside: what such a piece or row costs more.
+    hot: share that steps take longer. broken, split, outside: what such a piece or row costs more.
+    alone: of such a piece, in the cache.
     late: of a launch whose CTAs find no place before the product has ended.
     """
 
@@ -129,7 +134,7 @@ class Prices:
     broken: float
     split: float
     outside: float
-    scattered: float
+    alone: float
     step_sharpness: float
     stored: float
     split_stored: float
@@ -143,19 +148,19 @@ class Prices:
 
     # These are arithmetic only, so that a fit can pass arrays.
 
-    def loading(self, of: Counts, scattered: bool = False) -> tuple[float, float]:
+    def loading(self, of: Counts) -> tuple[float, float]:
         """Clocks of a step that a CTA's requests take, and their answers."""
-        longer = 1 + self.scattered if scattered else 1.0
         requests = self.asked * of.asked + self.broken * of.broken + self.split * of.split
-        requests += self.outside * of.outside
-        return longer * requests, longer * self.received * of.received
+        return requests + self.outside * of.outside, self.received * of.received
 
     def step(self, of: Counts, scattered: bool = False) -> float:
         """Seconds."""
         s = self.step_sharpness
-        requests, answers = self.loading(of, scattered)
-        clocks = (of.clocks**s + requests**s + answers**s) ** (1 / s)
-        return clocks * (1 + self.hot * of.hot) / self.clock
+        requests, answers = self.loading(of)
+        together = of.clocks**s + requests**s + answers**s
+        if scattered:
+            together = together + (self.alone * of.alone) ** s
+        return together ** (1 / s) * (1 + self.hot * of.hot) / self.clock
 
     def results(self, of: Counts) -> float:
         """Seconds in which a CTA stores them, and exchanges sums before that."""
@@ -237,20 +242,20 @@ def is_passing(
     decomposition: Decomposition, itemsize: int = 2, rows: tuple[int, int] = WHOLE_LINES
 ) -> bool:
     """Whether operands had better be the first to leave the L2 cache: where CTAs walk along K together,
-    each line is needed for a short time only, unless the next step needs its other half; and where
-    memory binds, since others wait for lines that have left too early.
+    each line is needed for a short time only, unless the next step needs its other half, or many need it.
 
     rows: as for `counts`.
     """
-    product = decomposition.product
+    product, tiling = decomposition.product, decomposition.tiling
     m, n = product.m, product.n
     read = (m + n) * product.k * itemsize
+    asked = m * -(-n // tiling.block_n) + n * -(-m // tiling.block_m)
     return (
         decomposition.scheme not in STREAMED
         and rows == WHOLE_LINES
         and m > PASSING_ROWS
         and PASSING_BYTES[0] < read < PASSING_BYTES[1]
-        and m * n < MOST_PASSING * (m + n)
+        and asked < MOST_READERS * (m + n)
     )
 
 
@@ -291,7 +296,8 @@ def counts(
     # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows.
     width = min(block_n if block_m > FEW_ROWS else block_n // 2, STORE_BYTES // 2)
     stored = float(segments * block_m * block_n // width)
-    steps, scattered, exchanged, others = most.steps, most.streamed, 0.0, most.parts - 1
+    steps, exchanged, others = most.steps, 0.0, most.parts - 1
+    scattered = most.streamed and min(most.streamed + plan.iterations, most.steps)
     if tiling.split > 1:
         steps = scattered = segments * -(-tiling.iterations(product) // tiling.split)
         exchanged = 4.0 * block_m * block_n * segments
@@ -307,6 +313,7 @@ def counts(
         broken,
         split,
         max(outside_m, outside_n) if segments == 1 else outside_m / tiles_m + outside_n / tiles_n,
+        (box + of_b) * busy,
         steps,
         scattered,
         stored,
@@ -379,9 +386,11 @@ def why(plan: Decomposition, machine: Machine, rows: tuple[int, int] = WHOLE_LIN
     """What takes longest of it, in words."""
     prices = machinery(machine).prices
     found = counts(plan, machine, rows=rows)
-    requests, answers = prices.loading(found, found.scattered > 0)
-    matrix = found.clocks * (1 + prices.hot * found.hot)
-    stepping = prices.step(found, found.scattered > 0) * found.steps
+    requests, answers = prices.loading(found)
+    if found.scattered:
+        answers = max(answers, prices.alone * found.alone)
+    matrix = found.clocks
+    stepping = prices.steps(found)
     if prices.reading(found) > stepping:
         return "reading memory binds it"
     if matrix >= max(requests, answers):

@@ -13,7 +13,8 @@ from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product, Tiling
 from rooftile.planning.stream_k_cost import LINE_BYTES, STEP_BYTES, row_alignment
 
-MARGIN = 0.95  # of its predicted time that a kernel of ours may take at most
+GRAIN = 64  # rows and columns that the library's tiles are multiples of, for all that is known
+MARGIN = 0.97  # of its predicted time that a kernel of ours may take at most
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Vendor:
 
     seconds^sharpness = (launch + flops / rate ...)^sharpness + (start + bytes / bandwidth)^sharpness
 
-    depth: of a step along K that tiles too few for the machine do not hide. broken_lines: share that
-        multiplying takes longer where all rows begin inside lines of the cache.
+    depth: of a step along K that tiles too few for the machine do not hide; deep: steps that are many,
+        which the library shares out among more tiles. broken_lines: share that multiplying takes longer
+        where all rows begin inside lines of the cache. storing: bytes of results that nothing hides.
     """
 
     launch: float
@@ -33,6 +35,8 @@ class Vendor:
     depth: float
     broken_lines: float
     sharpness: float
+    storing: float
+    deep: float
 
 
 @cache
@@ -71,12 +75,16 @@ def seconds_of(
     vendor: Vendor, product: Product, machine: Machine, itemsize: int, broken: float
 ) -> float:
     """By costs that were fitted; broken: as for `predict_vendor`."""
-    work = linear_work(product.m, product.k, product.n, itemsize)
-    computing = vendor.launch + work.flops / vendor.flops * itemsize / 2
-    computing += work.flops / vendor.flops * vendor.broken_lines * broken
+    m, n, k = product.m, product.n, product.k
+    work = linear_work(m, k, n, itemsize)
+    whole = linear_work(-(-m // GRAIN) * GRAIN, k, -(-n // GRAIN) * GRAIN, itemsize)
+    computing = vendor.launch + whole.flops / vendor.flops * (
+        itemsize / 2 + vendor.broken_lines * broken
+    )
     square = Tiling(128, 128, STEP_BYTES // itemsize)
     waves = square.tiles(product) / machine.units
-    computing += vendor.depth * square.iterations(product) * math.exp(-waves)
+    steps = -vendor.deep * math.expm1(-square.iterations(product) / vendor.deep)
+    computing += vendor.depth * steps * math.exp(-waves) + 2 * m * n / vendor.storing
     reading = vendor.start + work.bytes / vendor.bandwidth
     s = vendor.sharpness
     return float((computing**s + reading**s) ** (1 / s))

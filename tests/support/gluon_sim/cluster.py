@@ -125,11 +125,12 @@ def _load(asm: str, full: int, a: int, b: int, k0: int, row: int, column: int, s
     size = _number(r"expect_tx\.shared::cta\.b64 _, \[\$1\], (\d+)", asm)
     _barrier(me, full).arrive(1, size)
     _copy(_argument(me, int(first)), (row, k0), me, full, a)
-    for rank in range(_size()) if "multicast" in asm else ():
-        if sharers >> rank & 1:
-            _copy(_argument(me, int(second)), (column, k0), _peer(rank), full, b)
-    if "multicast" not in asm:
-        _copy(_argument(me, int(second)), (column, k0), me, full, b)
+    columns = [0, *map(int, re.findall(r"add\.u32 column, \$6, (\d+)", asm))]
+    places = [0, *map(int, re.findall(r"\[\$3\+(\d+)\]", asm))]
+    targets = [_peer(rank) for rank in range(_size()) if "multicast" in asm and sharers >> rank & 1]
+    for more, place in zip(columns, places, strict=True):
+        for target in targets or [me]:
+            _copy(_argument(me, int(second)), (column + more, k0), target, full, b + place)
     machine.scheduler().pause()
     return k0
 

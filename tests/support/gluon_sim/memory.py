@@ -48,6 +48,8 @@ class SharedTile:
     unfenced: number of the task whose generic write still needs a proxy fence, -1 where none does.
     """
 
+    layout = None  # swizzles are not simulated
+
     def __init__(self, data: Tensor, unfenced: Tensor, barriers: Any = None) -> None:
         self.data = data
         self.unfenced = unfenced
@@ -73,12 +75,24 @@ class SharedTile:
         return SharedTile(self.data.permute(*order), self.unfenced.permute(*order))
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Boxes | SharedTile:
-        """Swizzled tiles [stages, rows, columns], or one of them, as the boxes that they consist of."""
+        """Swizzled tiles [stages, rows, columns], or one of them, as the boxes that they consist of; or a
+        box with those that follow it in memory."""
+        if dtype == self.dtype and list(shape[1:]) == self.shape[1:] and shape[0] > self.shape[0]:
+            return self._with_what_follows(shape[0])
         if dtype != self.dtype or math.prod(shape) != self.data.numel():
             raise SimulationError(f"{self.dtype} {self.shape} seen as {dtype} {list(shape)}")
         if shape[-1] == self.shape[-1]:  # boxes of whole rows, one after the other
             return self.reshape(shape)
         return Boxes(self, list(shape[1:]))
+
+    def _with_what_follows(self, rows: int) -> SharedTile:
+        x = self.data
+        if not x.is_contiguous() or (
+            x.storage_offset() + rows * x[0].numel() > x.untyped_storage().nbytes() // x.itemsize
+        ):
+            raise SimulationError(f"{rows} rows from {self.shape} on")
+        shape = (rows, *x.shape[1:])
+        return SharedTile(*(y.as_strided(shape, y.stride()) for y in (x, self.unfenced)))
 
     @property
     def shape(self) -> list[int]:

@@ -27,6 +27,7 @@ from rooftile.planning.stream_k import (
     cluster_k,
     data_parallel,
     hybrid,
+    joined_k,
     product_of,
     split_k,
     stream_k,
@@ -185,8 +186,9 @@ def plan_named(product: Product, name: str, units: int = H200.units) -> Decompos
     if split > 1:
         return cluster_k(product, tiling, units)
     scheme, *into = rest
-    if scheme == "split-k":
-        return split_k(product, tiling, units, int(into[0]))
+    if scheme in ("split-k", "joined-k"):
+        cut = split_k if scheme == "split-k" else joined_k
+        return cut(product, tiling, units, int(into[0]))
     build = {"data-parallel": data_parallel, "stream-k": stream_k, "hybrid": hybrid}[scheme]
     return build(product, tiling, units)
 

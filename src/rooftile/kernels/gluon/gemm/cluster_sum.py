@@ -10,7 +10,8 @@ whose stages nobody needs any more. Parts are added in the order of K.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.gemm.consumer import left_of, multiply_on, right_of
+from rooftile.kernels.gluon.gemm.accumulator import left_of, right_of
+from rooftile.kernels.gluon.gemm.consumer import multiply_on
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.cluster import arrive_there, join_cluster, wait_at

@@ -43,7 +43,12 @@ class Config:
     @property
     def joined(self) -> bool:
         """Whether the ring is that of tile/cluster.py."""
-        return self.cluster > 1 or self.passing
+        return self.cluster > 1 or self.passing or self.rest > 0
+
+    @property
+    def rest(self) -> int:
+        """Columns beyond a power of two, which have an accumulator of their own."""
+        return self.block_n - (1 << (self.block_n.bit_length() - 1))
 
     @property
     def can_pass(self) -> bool:
@@ -80,10 +85,12 @@ class Config:
 
     def chunk(self, gated: bool, out_itemsize: int) -> int:
         """Columns that a warpgroup stores at a time."""
-        return min(self.columns(gated), CHUNK_BYTES // out_itemsize)
+        return min(self.rest or self.columns(gated), CHUNK_BYTES // out_itemsize)
 
     def b_boxes(self, gated: bool, b_by_rows: bool) -> int:
-        """Boxes of the right operand in a step."""
+        """Boxes of the right operand in a step: a power of two of columns each."""
+        if self.rest:
+            return self.block_n // self.rest
         if gated:
             return 2 if self.split_rows else 4
         return 2 if b_by_rows and not self.split_rows else 1
@@ -129,9 +136,12 @@ PAIR_LARGE = _cluster(128, 256, True, 4, 2, 2, 1)
 PAIR_SQUARE = _cluster(128, 128, True, 6, 2, 2, 1)
 PAIR_FLAT = _cluster(64, 256, False, 5, 1, 2, 1)
 PAIR_64 = _cluster(64, 128, False, 7, 1, 2, 1)
+QUAD_SQUARE = _cluster(128, 128, True, 6, 2, 4, 1)
+QUAD_64 = _cluster(64, 128, False, 7, 1, 4, 1)
 CONFIGS = (LARGE, TALL, SQUARE, FLAT, FEW_128, FEW_64, FEW_32)
 # For operands whose contiguous dimension is k.
 PAIRS = (PAIR_LARGE, PAIR_SQUARE, PAIR_FLAT, PAIR_64)
+QUADS = (QUAD_SQUARE, QUAD_64)
 SPLIT = tuple(
     _cluster(*tile, sharers, split)
     for tile in (
@@ -143,6 +153,9 @@ SPLIT = tuple(
     )
     for sharers, split in CLUSTERED[tile[0], tile[1]]
 )
+# For operands of two bytes whose contiguous dimension is k, and no gate: a width that is no power of two.
+# Results have less room than either operand, since Triton puts larger ones first (`places`).
+PAIR_WIDE = _cluster(128, 192, True, 5, 1, 2, 1)
 
 
 def constants(

@@ -4,11 +4,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.gemm.accumulator import add_step, first_columns, no_sums, settle
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
 from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.cluster import join_cluster
-from rooftile.kernels.gluon.tile.mma import accumulator_layout, multiply, wait
+from rooftile.kernels.gluon.tile.mma import accumulator_layout
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.triton_version import tma_store_wait
 
@@ -16,39 +17,15 @@ QUIET_STEPS = gl.constexpr(4)  # after a part was written, before it is publishe
 
 
 @gluon.jit
-def left_of(problem, ring, at, group: gl.constexpr, R: gl.constexpr):
-    """This warpgroup's rows of the left operand, [R, block_k]."""
-    tile = ring.a(at)
-    if problem.a_by_rows:
-        return tile.slice(group * R, R, 0) if problem.split_rows else tile
-    else:
-        tile = tile.slice(group * R, R, 1) if problem.split_rows else tile
-        return tile.permute((1, 0))
-
-
-@gluon.jit
-def right_of(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
-    """This warpgroup's columns of the right operand, [block_k, C]."""
-    if problem.b_by_rows:
-        box: gl.constexpr = 0 if problem.split_rows else group
-        return ring.b(at, box)
-    else:
-        tile = ring.whole_b(at)
-        tile = tile if problem.split_rows else tile.slice(group * C, C, 0)
-        return tile.permute((1, 0))
-
-
-@gluon.jit
 def multiply_on(
     problem, ring, acc, previous, fill, first, last, group: gl.constexpr, R: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    """acc plus steps first .. last - 1; the last product is still in flight."""
+    """acc plus steps first .. last - 1; the last step is still in flight."""
     for _ in range(first, last):
         ring.arrived(fill)
-        left = left_of(problem, ring, fill, group, R)
-        acc = multiply(left, right_of(problem, ring, fill, group, C), acc)
-        acc = wait(1, deps=[acc])
+        acc = add_step(problem, ring, acc, fill, group, R, C)
+        acc = settle(acc, 1, C)
         ring.release(previous)
         previous = fill
         fill = ring.after(fill)
@@ -56,12 +33,12 @@ def multiply_on(
 
 
 @gluon.jit
-def _finish(
+def _store_one(
     problem, acc, others, out_desc, out_tiles, group: gl.constexpr, row0, column0,
     streamed: gl.constexpr, R: gl.constexpr, C: gl.constexpr, buffers: gl.constexpr,
     bits: gl.constexpr,
 ):  # fmt: skip
-    """Stores a tile; streamed: after the parts of `others` have been added."""
+    """Stores a tile that is one accumulator, of which half may be a gate."""
     if problem.gated:
         gate, value = halves(acc, R, C, bits)
     else:
@@ -72,6 +49,48 @@ def _finish(
         problem, gate, value, others, out_desc, out_tiles, group, row0, column0, 0, R * C,
         not streamed, R, out_columns, buffers, bits,
     )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    problem, acc, others, out_desc, out_tiles, group: gl.constexpr, row0, column0,
+    streamed: gl.constexpr, R: gl.constexpr, C: gl.constexpr, buffers: gl.constexpr,
+    bits: gl.constexpr,
+):  # fmt: skip
+    """Stores a tile; streamed: after the parts of `others` have been added."""
+    first: gl.constexpr = first_columns(C)
+    if first < C:
+        rest: gl.constexpr = C - first
+        store_tile(
+            problem, acc[0], acc[0], others, out_desc, out_tiles, group, row0, column0, 0, R * C,
+            not streamed, R, first, buffers, bits,
+        )  # fmt: skip
+        store_tile(
+            problem, acc[1], acc[1], others, out_desc, out_tiles, group, row0, column0, first,
+            R * C, not streamed, R, rest, buffers, bits,
+        )  # fmt: skip
+    else:
+        _store_one(
+            problem, acc, others, out_desc, out_tiles, group, row0, column0, streamed, R, C,
+            buffers, bits,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _write_part(
+    problem, acc, cta, group: gl.constexpr, rows_left, R: gl.constexpr, C: gl.constexpr,
+    bits: gl.constexpr,
+):  # fmt: skip
+    """Writes this CTA's part of a tile."""
+    first: gl.constexpr = first_columns(C)
+    layout: gl.constexpr = accumulator_layout(first, bits)
+    if first < C:
+        rest: gl.constexpr = C - first
+        right: gl.constexpr = accumulator_layout(rest, bits)
+        store_part(problem, acc[0], cta, group, rows_left, R * C, 0, R, first, layout)
+        store_part(problem, acc[1], cta, group, rows_left, R * C, first, R, rest, right)
+    else:
+        store_part(problem, acc, cta, group, rows_left, R * C, 0, R, C, layout)
 
 
 @gluon.jit
@@ -88,7 +107,6 @@ def multiply_share(
     R: gl.constexpr = problem.block_m // (groups if problem.split_rows else 1)
     C: gl.constexpr = problem.block_n // (1 if problem.split_rows else groups)
     bits: gl.constexpr = 8 * ring.a_tiles.dtype.itemsize
-    ACC: gl.constexpr = accumulator_layout(C, bits)
     out_columns: gl.constexpr = C // (2 if problem.gated else 1)
     out_block: gl.constexpr = problem.block_n // (2 if problem.gated else 1)
     if problem.joined:
@@ -99,11 +117,10 @@ def multiply_share(
     written = cta < 0  # a part, of which nobody knows yet
     while (end > begin) | (whole < shares.num_tiles):
         tile, first, last, end, whole = shares.take(begin, end, whole)
-        acc = gl.zeros([R, C], gl.float32, ACC)
+        acc = no_sums(R, C, bits)
         ring.arrived(fill)
-        left = left_of(problem, ring, fill, group, R)
-        acc = multiply(left, right_of(problem, ring, fill, group, C), acc, use_acc=False)
-        acc = wait(1, deps=[acc])
+        acc = add_step(problem, ring, acc, fill, group, R, C, False)
+        acc = settle(acc, 1, C)
         previous = fill
         fill = ring.after(fill)
         step = first + 1
@@ -121,7 +138,7 @@ def multiply_share(
         acc, previous, fill = multiply_on(
             problem, ring, acc, previous, fill, step, last, group, R, C
         )
-        acc = wait(0, deps=[acc])
+        acc = settle(acc, 0, C)
         ring.release(previous)
 
         tile_m, tile_n = shares.corner(tile)
@@ -136,7 +153,7 @@ def multiply_share(
         if shares.streamed:
             rows_left = problem.m - row0
             if last < shares.iterations.value:
-                store_part(problem, acc, cta, group, rows_left, R, C, ACC)
+                _write_part(problem, acc, cta, group, rows_left, R, C, bits)
                 written = cta >= 0
                 if (end <= begin) & (whole >= shares.num_tiles):
                     publish(problem, cta, group)

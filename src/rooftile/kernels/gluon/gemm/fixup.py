@@ -44,13 +44,14 @@ def _addresses(problem, slot, size: gl.constexpr, column0: gl.constexpr, R: gl.c
 
 @gluon.jit
 def store_part(
-    problem, acc, cta, group: gl.constexpr, rows_left, R: gl.constexpr, C: gl.constexpr,
-    layout: gl.constexpr,
+    problem, acc, cta, group: gl.constexpr, rows_left, size: gl.constexpr, column0: gl.constexpr,
+    R: gl.constexpr, C: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Writes this CTA's part [R, C] of a tile for the CTA that finishes it; `publish` must follow."""
+    """Writes this CTA's part of a tile, of `size` elements, for the CTA that finishes it: columns from
+    column0 on, [R, C]. `publish` must follow."""
     slot = cta * GROUPS + group
     inside = gl.expand_dims(gl.arange(0, R, rows_of(layout)) < rows_left, 1)
-    gl.store(_addresses(problem, slot, R * C, 0, R, C, layout), acc, mask=inside)
+    gl.store(_addresses(problem, slot, size, column0, R, C, layout), acc, mask=inside)
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from rooftile.kernels.gluon.gemm.accumulator import is_odd_width
 from rooftile.kernels.gluon.gemm.cluster_sum import multiply_part
 from rooftile.kernels.gluon.gemm.consumer import multiply_share
 from rooftile.kernels.gluon.gemm.problem import GROUPS, Problem
@@ -126,6 +127,7 @@ def matmul_kernel(
     passing: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
+    joined: gl.constexpr = sharers * split > 1 or passing or is_odd_width(block_n)
     let_dependents_start()
     prefetch_maps("matmul_kernel", (0, 5, 10))
     problem = Problem(
@@ -157,7 +159,7 @@ def matmul_kernel(
         ahead,
         sharers,
         split,
-        sharers * split > 1 or passing,
+        joined,
         out_unit,
     )
     shares = Shares(
@@ -175,7 +177,7 @@ def matmul_kernel(
         sharers * split,
         split,
     )
-    if sharers * split > 1 or passing:
+    if joined:
         ring = new_cluster_ring(
             a_desc,
             b_desc,
@@ -189,6 +191,7 @@ def matmul_kernel(
             a_at,
             b_at,
             passing,
+            b_boxes,
         )
     else:
         ring = new_operand_ring(
@@ -207,7 +210,7 @@ def matmul_kernel(
     )
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if split > 1 or sharers > 1 or passing:
+    if joined:
         # All warps join the cluster, so there are as many as the launch has: no role of one warp.
         gl.warp_specialize(
             [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import sqrt
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, SPLIT, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIR_WIDE, PAIRS, QUADS, SPLIT, Config
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
@@ -15,7 +15,8 @@ from rooftile.planning.stream_k_choice import FEW_ROWS, choose, tilings_for
 from rooftile.planning.stream_k_cost import WHOLE_LINES, is_apart, is_passing, predict
 
 _CONFIGS = {
-    itemsize: {x.tiling(itemsize): x for x in CONFIGS + PAIRS + SPLIT} for itemsize in (1, 2)
+    itemsize: {x.tiling(itemsize): x for x in (*CONFIGS, *PAIRS, PAIR_WIDE, *QUADS, *SPLIT)}
+    for itemsize in (1, 2)
 }
 
 

@@ -55,11 +55,18 @@ def _start_asm(stages, arrivals, consumers, parts):
 
 
 @gluon.constexpr_function
-def _load_asm(kernel, a_map, b_map, size, sharers, passing):
+def _load_asm(kernel, a_map, b_map, size, sharers, passing, boxes, box_rows, box_bytes):
     """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7: bits of
-    the CTAs that get the columns."""
+    the CTAs that get the columns, which are so many boxes, one after the other."""
     copy = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     hint, policy = (".L2::cache_hint", ", policy") if passing else ("", "")
+    copy_b, targets = (f"{copy}.multicast::cluster", ", all") if sharers > 1 else (copy, "")
+    # The first box is $3 and $6 themselves.
+    rest_of_b = [
+        f"add.u32 column, $6, {i * box_rows}; "
+        f"@mine {copy_b}{hint} [$3+{i * box_bytes}], [map, {{$4, column}}], [$1]{targets}{policy};"
+        for i in range(1, boxes)
+    ]
     return " ".join(
         [
             "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map;",
@@ -72,11 +79,11 @@ def _load_asm(kernel, a_map, b_map, size, sharers, passing):
             f"mov.b64 map, {kernel}_param_{a_map}; cvta.param.u64 map, map;",
             f"@mine {copy}{hint} [$2], [map, {{$4, $5}}], [$1]{policy};",
             f"mov.b64 map, {kernel}_param_{b_map}; cvta.param.u64 map, map;",
-            f"{{ .reg .b16 all; cvt.u16.u32 all, $7; @mine {copy}.multicast::cluster{hint} "
-            f"[$3], [map, {{$4, $6}}], [$1], all{policy}; }} }}"
-            if sharers > 1
-            else f"@mine {copy}{hint} [$3], [map, {{$4, $6}}], [$1]{policy}; }}",
-            "mov.b32 $0, $4;",
+            "{ .reg .b16 all; .reg .b32 column;",
+            "cvt.u16.u32 all, $7;" if sharers > 1 else "",
+            f"@mine {copy_b}{hint} [$3], [map, {{$4, $6}}], [$1]{targets}{policy};",
+            *rest_of_b,
+            "} } mov.b32 $0, $4;",
         ]
     )
 
@@ -131,7 +138,7 @@ class ClusterRing:
     """Stages with their barriers; see the module for its use."""
 
     a_tiles: gl.shared_memory_descriptor  # [stages, rows, block_k]
-    b_tiles: gl.shared_memory_descriptor  # [stages, columns, block_k]
+    b_tiles: gl.shared_memory_descriptor  # [stages * pieces, columns of a piece, block_k]
     barriers: gl.tensor  # their address, the first one of full stages
     tiles: gl.tensor  # address that Triton counts from
     stages: gl.constexpr
@@ -143,6 +150,7 @@ class ClusterRing:
     a_at: gl.constexpr  # bytes from `tiles` on
     b_at: gl.constexpr
     passing: gl.constexpr  # lines of operands are the first to leave the L2 cache
+    pieces: gl.constexpr  # of a power of two of columns each, that a stage of the right operand has
 
     @gluon.jit
     def after(self, at):
@@ -165,7 +173,7 @@ class ClusterRing:
         """Producer: starts the copies of this CTA's rows, and of its half of the columns to all."""
         rank = gl.program_id(0) % self.sharers
         all_of_them = ((1 << self.sharers) - 1) << self.first_sharer()
-        columns: gl.constexpr = self.b_tiles.shape[1]
+        columns: gl.constexpr = self.b_tiles.shape[1] * self.pieces
         a_bytes: gl.constexpr = (
             self.a_tiles.shape[1] * self.a_tiles.shape[2] * self.a_tiles.dtype.itemsize
         )
@@ -174,9 +182,18 @@ class ClusterRing:
         full = self.barriers + at.stage * 8
         a = self.tiles + self.a_at + at.stage * a_bytes
         b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // self.sharers)
+        box: gl.constexpr = half // self.pieces
         gl.inline_asm_elementwise(
             _load_asm(
-                self.kernel, self.a_map, self.b_map, a_bytes + b_bytes, self.sharers, self.passing
+                self.kernel,
+                self.a_map,
+                self.b_map,
+                a_bytes + b_bytes,
+                self.sharers,
+                self.passing,
+                self.pieces,
+                box,
+                b_bytes // columns * box,
             ),
             "=r,r,r,r,r,r,r,r",
             [full, a, b, k0, row, column + rank * half, all_of_them],
@@ -204,8 +221,19 @@ class ClusterRing:
 
     @gluon.jit
     def whole_b(self, at):
-        """The right operand of this fill."""
+        """The right operand of this fill, where it is one piece."""
         return self.b_tiles.index(at.stage)
+
+    @gluon.jit
+    def columns_of_b(self, at, first: gl.constexpr, columns: gl.constexpr):
+        """Columns first .. first + columns - 1 of the right operand, whole pieces of it."""
+        piece: gl.constexpr = self.b_tiles.shape[1]
+        tile = self.b_tiles.index(at.stage * self.pieces + first // piece)
+        if columns == piece:
+            return tile
+        else:  # pieces lie side by side
+            shape: gl.constexpr = (columns, self.b_tiles.shape[2])
+            return tile._reinterpret(self.b_tiles.dtype, shape, self.b_tiles.layout)
 
     @gluon.jit
     def release(self, at):
@@ -216,7 +244,7 @@ class ClusterRing:
 @gluon.jit
 def new_cluster_ring(
     a_desc,
-    b_desc,  # boxes of a sharer's columns
+    b_desc,  # boxes of a sharer's columns, of one piece
     stages: gl.constexpr,
     sharers: gl.constexpr,
     cluster: gl.constexpr,
@@ -227,13 +255,16 @@ def new_cluster_ring(
     a_at: gl.constexpr,
     b_at: gl.constexpr,
     passing: gl.constexpr,
+    pieces: gl.constexpr = 1,
 ):
     """Allocates the ring and initialises its barriers; `join_cluster` must follow in every role."""
     rows: gl.constexpr = a_desc.block_shape[0]
     columns: gl.constexpr = b_desc.block_shape[0] * sharers
     depth: gl.constexpr = a_desc.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [stages, rows, depth], a_desc.layout)
-    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [stages, columns, depth], b_desc.layout)
+    b_tiles = gl.allocate_shared_memory(
+        b_desc.dtype, [stages * pieces, columns, depth], b_desc.layout
+    )
     barriers = gl.inline_asm_elementwise(
         _start_asm(stages, consumers * sharers, consumers, cluster // sharers), "=r,r", [gl.program_id(0)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -255,4 +286,5 @@ def new_cluster_ring(
         a_at,
         b_at,
         passing,
+        pieces,
     )
