@@ -19,7 +19,7 @@ from rooftile.engine.outputs import (
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
+    from rooftile.engine.params import Params
 
 
 class FakeLLM:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from rooftile.engine.beam import BeamSearch, Hypothesis
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.core import EngineCore, Limits
+from rooftile.engine.core import EngineCore
+from rooftile.engine.limits import Limits
 from rooftile.engine.memory import Demand
 from rooftile.engine.outputs import TokenLogprobs
 from rooftile.engine.params import BeamSearchParams

@@ -16,6 +16,7 @@ import torch
 from rooftile.engine.llm import LLM
 from rooftile.engine.outputs import RequestOutput
 from rooftile.engine.params import SamplingParams
+from rooftile.engine.step import StepInput, StepOutput
 from rooftile.kvcache.spec import group_layers
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
@@ -468,6 +469,51 @@ def test_an_interrupt_within_a_step_leaves_other_requests_whole(llm: LLM) -> Non
         llm.generate("stopped", SamplingParams(logits_processor=interrupt))
     *_, last = stream
     assert last.outputs[0].token_ids == expected
+
+
+def test_an_interrupt_while_a_step_is_waited_for_leaves_other_requests_whole(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate("other", GREEDY)[0].outputs[0].token_ids
+    stream = llm.stream("other", GREEDY)
+    next(stream)
+    runner = llm._core._runner
+    launch = runner.launch
+
+    def interrupted(step: StepInput) -> Callable[[], StepOutput]:
+        launch(step)
+
+        def wait() -> StepOutput:
+            raise KeyboardInterrupt
+
+        return wait
+
+    monkeypatch.setattr(runner, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("stopped", SamplingParams())
+    monkeypatch.undo()
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected
+
+
+def test_a_text_that_cannot_be_decoded_is_its_own_error_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate(["good", "fine", [1, 2, 3]], GREEDY)
+    broken = expected[2].outputs[0].token_ids[4:6]
+    assert llm.tokenizer is not None
+    decode = llm.tokenizer.decode
+
+    def fails(ids: Sequence[int], **options: Any) -> str:
+        if list(ids[-2:]) == broken:
+            raise RuntimeError("no such text")
+        return decode(ids, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", fails)
+    good, bad, fine = llm.generate(["good", [1, 2, 3], "fine"], GREEDY)
+    assert [good.outputs[0].text, fine.outputs[0].text] == [o.outputs[0].text for o in expected[:2]]
+    assert bad.outputs[0].finish_reason == "error"
+    assert "its text failed: RuntimeError: no such text" in (bad.outputs[0].error or "")
 
 
 def test_a_bad_prompt_among_good_ones_runs_none(llm: LLM) -> None:

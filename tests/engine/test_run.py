@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rooftile.engine.core import Params
 from rooftile.engine.llm import LLM, Prompt
 from rooftile.engine.outputs import RequestOutput
-from rooftile.engine.params import BeamSearchParams, SamplingParams
+from rooftile.engine.params import BeamSearchParams, Params, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [f"{'word ' * (n % 5)}{n}" for n in range(17)]

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from rooftile.engine.core import Limits, SequenceDelta
+from rooftile.engine.core import SequenceDelta
 from rooftile.engine.frontend import Frontend
+from rooftile.engine.limits import Limits
 from rooftile.engine.outputs import TokenLogprobs
 from rooftile.engine.params import SamplingParams
 from rooftile.engine.token_bytes import BYTE_OF, TokenBytes

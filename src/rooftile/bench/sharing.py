@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
     from rooftile.engine.llm import LLM
+    from rooftile.engine.params import Params
 
 BEGINNING = 8  # tokens; shorter than a page and than any prompt
 

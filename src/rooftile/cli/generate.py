@@ -18,9 +18,9 @@ from rooftile.cli.records import output_record
 from rooftile.cli.streams import takes_unicode
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
     from rooftile.engine.llm import LLM, Prompt
     from rooftile.engine.outputs import RequestOutput
+    from rooftile.engine.params import Params
 
 LONG_RUN = "Long runs"
 

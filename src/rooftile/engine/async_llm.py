@@ -12,12 +12,11 @@ from typing import Any
 
 from rooftile.engine.build import build_engine
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.core import Params
 from rooftile.engine.frontend import Frontend
 from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, AskStats, EngineDied, Finish, Shutdown
 from rooftile.engine.outputs import EngineStats, RequestOutput
-from rooftile.engine.params import SamplingParams
+from rooftile.engine.params import Params, SamplingParams
 from rooftile.engine.process import EngineProcess, EngineReady
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.core import EngineCore, Limits
+from rooftile.engine.core import EngineCore
 from rooftile.engine.device_memory import check_weights, kv_bytes, measured, out_of_memory
 from rooftile.engine.device_runner import DeviceRunner
+from rooftile.engine.limits import Limits
 from rooftile.engine.memory import Demand, check_kv_memory, free_memory_bytes, pages_that_fit
 from rooftile.engine.runner import SCORED_ROWS, Runner
 from rooftile.kvcache.cache import KVCache

@@ -12,10 +12,11 @@ from operator import index
 from typing import Any
 
 from rooftile.engine.bad_words import BadWords, spellings
-from rooftile.engine.core import Limits, Params, SequenceDelta
+from rooftile.engine.core import SequenceDelta
 from rooftile.engine.detokenizer import IncrementalDecoder, StopStrings
+from rooftile.engine.limits import Limits
 from rooftile.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from rooftile.engine.params import BeamSearchParams, SamplingParams
+from rooftile.engine.params import BeamSearchParams, Params, SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 
@@ -209,7 +210,11 @@ class Frontend:
         if output.prompt_logprobs is not None:
             output.prompt_logprobs += delta.prompt_logprobs
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
-        stopped = state.texts[delta.index].apply(delta)
+        try:
+            stopped = state.texts[delta.index].apply(delta)
+        except Exception as error:  # whatever a model's tokenizer raises is this request's error
+            completion.error = f"its text failed: {type(error).__name__}: {error}"
+            completion.finish_reason, stopped = "error", delta.finish_reason is None
         if completion.finish_reason is not None and output.finished:
             self._close(delta.request_id, now)
         return output, stopped

@@ -10,10 +10,9 @@ from typing import Any
 
 from rooftile.engine.build import build_engine
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.core import Params
 from rooftile.engine.frontend import Frontend
 from rooftile.engine.outputs import EngineStats, RequestOutput, Score
-from rooftile.engine.params import BeamSearchParams, SamplingParams
+from rooftile.engine.params import BeamSearchParams, Params, SamplingParams
 from rooftile.models.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rooftile.engine.core import Params
-from rooftile.engine.params import BeamSearchParams
+from rooftile.engine.params import BeamSearchParams, Params
 
 
 @dataclass(frozen=True)

@@ -252,3 +252,6 @@ class BeamSearchParams:
         _whole("n_best", self.n_best, 1, self.width)
         for flag in ("ignore_eos", "skip_special_tokens"):
             _flag(flag, getattr(self, flag))
+
+
+Params = SamplingParams | BeamSearchParams

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from rooftile.engine.config import EngineConfig
-from rooftile.engine.core import Limits
 from rooftile.engine.grammar import GrammarCompiler
 from rooftile.engine.grammar_queue import GrammarQueue
+from rooftile.engine.limits import Limits
 from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, EngineDied, Refuse, Shutdown, ToEngine
 from rooftile.models.tokenizer import Tokenizer

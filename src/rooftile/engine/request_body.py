@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
+    from rooftile.engine.params import Params
 
 ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it chats
 ROLES = ("system", "developer", "user", "assistant")

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from rooftile.engine.request import Request, Sequence
-from rooftile.engine.step import StepInput
+from rooftile.engine.step import PageUpdate, RowStart, ScoreSlot, StepInput
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.page_table import PageTable
 from rooftile.planning.split_cost import LEAST_SAVED
@@ -27,6 +27,59 @@ class ScheduledStep:
     @property
     def requests(self) -> list[Request]:
         return list(dict.fromkeys(sequence.request for sequence in self.scheduled))
+
+    def start_row(self, sequence: Sequence) -> None:
+        """Tell the runner the sampling state of a sequence whose row does not have it."""
+        if sequence.row_started:
+            return
+        sequence.row_started = True
+        request = sequence.request
+        assert sequence.row is not None
+        params = request.params
+        self.input.starts.append(
+            RowStart(
+                sequence.row,
+                params,
+                request.seed,
+                sequence.index,
+                request.stop_token_ids,
+                tuple(request.prompt_ids) if params.counts_tokens else (),
+                tuple(sequence.output_ids) if params.counts_tokens or params.needs_values else (),
+            )
+        )
+
+    def send_pages(self, sequence: Sequence) -> None:
+        """Send what changed in the page table: new pages, or a last page copied on write."""
+        assert sequence.table is not None
+        assert sequence.row is not None
+        if not sequence.pages_sent:
+            sequence.pages_sent = [[] for _ in sequence.table.pages]
+        for group, pages in enumerate(sequence.table.pages):
+            sent = sequence.pages_sent[group]
+            start = len(sent)
+            if start and pages[start - 1] != sent[-1]:
+                start -= 1
+            if start < len(pages):
+                sent[start:] = pages[start:]
+                update = PageUpdate(group, sequence.row, start, pages[start:])
+                self.input.page_updates.append(update)
+
+    def score(self, request: Request, first: int, end: int) -> None:
+        """Ask for the log-probabilities of prompt tokens that follow tokens first .. end - 1 of the
+        last entry."""
+        begin, stop = max(request.score_next, first + 1), min(end + 1, request.num_prompt_tokens)
+        if begin >= stop:
+            return
+        assert request.params.prompt_logprobs is not None
+        slot = ScoreSlot(
+            entry=len(self.input.entries) - 1,
+            start=begin - 1 - first,
+            targets=request.prompt_ids[begin:stop],
+            top=request.params.prompt_logprobs,
+        )
+        self.input.scores.append(slot)
+        self.scored.append(request)
+        request.score_next = stop
 
 
 class SharedPrefixes:

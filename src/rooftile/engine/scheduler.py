@@ -10,14 +10,7 @@ from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
 from rooftile.engine.request import Request, Sequence, insert_by_arrival
 from rooftile.engine.scheduled_step import ScheduledStep, SharedPrefixes
-from rooftile.engine.step import (
-    PageUpdate,
-    RowStart,
-    SampleSlot,
-    ScoreSlot,
-    StepEntry,
-    StepInput,
-)
+from rooftile.engine.step import SampleSlot, StepEntry, StepInput
 from rooftile.kvcache.cache import KVCache
 from rooftile.kvcache.pool import OutOfPages
 
@@ -149,8 +142,8 @@ class Scheduler:
         self.cache.publish(table, sequence.token_ids, plan.input.step)
         known = sequence.token_ids[first:end]
         unknown = [-1] * (end - first - len(known))
-        self._start_row(plan, sequence)
-        self._send_pages(plan, sequence)
+        plan.start_row(sequence)
+        plan.send_pages(sequence)
         assert sequence.row is not None
         request = sequence.request
         prompt_len = request.context_len or request.num_prompt_tokens
@@ -161,7 +154,7 @@ class Scheduler:
         plan.num_tokens += end - first
         sequence.num_computed = end
         if sequence.request.scores_prompt:
-            self._score(plan, sequence, first, end)
+            plan.score(sequence.request, first, end)
         if end == sequence.num_tokens and sequence.request.max_new_tokens:
             self._sample(plan, sequence)
         return True
@@ -223,65 +216,13 @@ class Scheduler:
             for sibling in siblings:
                 sibling.table = self.cache.fork(sequence.table)
                 sibling.num_computed = sequence.num_computed
-                self._start_row(plan, sibling)
-                self._send_pages(plan, sibling)
+                plan.start_row(sibling)
+                plan.send_pages(sibling)
         for target in targets:
             assert target.row is not None
             plan.input.samples.append(SampleSlot(entry, target.row, target.num_generated))
             plan.sampled.append(target)
             target.num_pending += 1
-
-    def _score(self, plan: ScheduledStep, sequence: Sequence, first: int, end: int) -> None:
-        """Ask for the log-probabilities of prompt tokens that follow tokens first .. end - 1."""
-        request = sequence.request
-        begin, stop = max(request.score_next, first + 1), min(end + 1, request.num_prompt_tokens)
-        if begin >= stop:
-            return
-        assert request.params.prompt_logprobs is not None
-        slot = ScoreSlot(
-            entry=len(plan.input.entries) - 1,
-            start=begin - 1 - first,
-            targets=request.prompt_ids[begin:stop],
-            top=request.params.prompt_logprobs,
-        )
-        plan.input.scores.append(slot)
-        plan.scored.append(request)
-        request.score_next = stop
-
-    def _start_row(self, plan: ScheduledStep, sequence: Sequence) -> None:
-        if sequence.row_started:
-            return
-        sequence.row_started = True
-        request = sequence.request
-        assert sequence.row is not None
-        params = request.params
-        plan.input.starts.append(
-            RowStart(
-                sequence.row,
-                params,
-                request.seed,
-                sequence.index,
-                request.stop_token_ids,
-                tuple(request.prompt_ids) if params.counts_tokens else (),
-                tuple(sequence.output_ids) if params.counts_tokens or params.needs_values else (),
-            )
-        )
-
-    def _send_pages(self, plan: ScheduledStep, sequence: Sequence) -> None:
-        """Send what changed in the page table: new pages, or a last page copied on write."""
-        assert sequence.table is not None
-        assert sequence.row is not None
-        if not sequence.pages_sent:
-            sequence.pages_sent = [[] for _ in sequence.table.pages]
-        for group, pages in enumerate(sequence.table.pages):
-            sent = sequence.pages_sent[group]
-            start = len(sent)
-            if start and pages[start - 1] != sent[-1]:
-                start -= 1
-            if start < len(pages):
-                sent[start:] = pages[start:]
-                update = PageUpdate(group, sequence.row, start, pages[start:])
-                plan.input.page_updates.append(update)
 
     # ------------------------------------------------------------------ giving pages back
 

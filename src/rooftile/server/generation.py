@@ -9,8 +9,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from rooftile.engine.async_llm import AsyncLLM
-from rooftile.engine.core import Params
 from rooftile.engine.outputs import CompletionOutput, RequestOutput
+from rooftile.engine.params import Params
 from rooftile.server.errors import ApiError, bad_request, failed, unavailable
 from rooftile.server.protocol.base import ClientModel
 from rooftile.server.protocol.sampling import refusal

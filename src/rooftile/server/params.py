@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rooftile.engine.core import Params
 from rooftile.engine.grammar import ANY_OBJECT, GrammarProcessor, JsonSpec
+from rooftile.engine.params import Params
 from rooftile.server.errors import bad_request
 from rooftile.server.json_schema import checked_schema
 from rooftile.server.protocol.response_format import JsonSchemaFormat, TextFormat

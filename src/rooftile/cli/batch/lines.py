@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rooftile.engine.request_body import ENDPOINTS, RequestBody, parse_openai, parse_request
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
+    from rooftile.engine.params import Params
 
 DIGEST_BYTES = 8
 

@@ -21,9 +21,9 @@ from rooftile.cli.options import EngineOptions
 from rooftile.cli.start import INTERRUPTED
 
 if TYPE_CHECKING:
-    from rooftile.engine.core import Params
     from rooftile.engine.llm import LLM, Prompt
     from rooftile.engine.outputs import RequestOutput
+    from rooftile.engine.params import Params
     from rooftile.engine.request_body import RequestBody
 
 
