@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -178,6 +179,23 @@ def test_tokenize(server: LiveServer) -> None:
         for tokens in ([260], [-1], [True], "x", [2**70]):
             refused = http.post("/detokenize", json={"tokens": tokens})
             assert refused.status_code == 400
+
+
+def test_long_lists_of_tokens_do_not_hold_up_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, threads = server.server.service.texts, set()
+    text_of = texts.text_of
+
+    def watched(token: int) -> str:
+        threads.add(threading.current_thread())
+        return text_of(token)
+
+    monkeypatch.setattr(texts, "text_of", watched)
+    with server.http() as http:
+        http.post("/tokenize", json={"prompt": "x" * 10, "return_token_strs": True})
+    assert threads
+    assert server.thread not in threads
 
 
 def test_models(server: LiveServer) -> None:

@@ -189,6 +189,9 @@ def test_beam_search(server: LiveServer) -> None:
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         refused = http.post("/v1/completions", json={"prompt": "x", "beam_width": 3})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "beam_width")
+        for n in (0, -1, 5):
+            refused = http.post("/v1/completions", json={"prompt": "x", **search, "n": n})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
 
 def test_many_asynchronous_clients(server: LiveServer) -> None:

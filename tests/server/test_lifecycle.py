@@ -222,6 +222,34 @@ def test_ending_twice_ends_at_once(make_server: Make) -> None:
     assert not server.thread.is_alive()
 
 
+def test_what_is_being_encoded_when_all_ends_does_not_begin(
+    make_server: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(config={"drain_seconds": 1000.0})
+    tokenizer = server.llm.tokenizer
+    assert tokenizer is not None
+    encode, encoding, go_on = tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
+        encoding.set()
+        assert go_on.wait(60)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    with ThreadPoolExecutor() as pool, server.http() as http:
+        whole = pool.submit(http.post, "/v1/completions", json=LONG)
+        try:
+            assert encoding.wait(60)
+            server.server.end()
+            server.server.end()
+            wait_until(lambda: server.server.service.ended)
+        finally:
+            go_on.set()
+        assert whole.result(60).json()["error"]["code"] == "shutting_down"
+    server.thread.join(60)
+    assert not server.thread.is_alive()
+
+
 def test_a_reader_that_never_reads_cannot_keep_it_alive(
     make_server: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from rooftile.server.errors import ApiError, bad_request
 from rooftile.server.protocol.base import ClientModel
+from rooftile.server.protocol.response_format import FORMATS
 from rooftile.server.service import Service
 
 logger = logging.getLogger("rooftile.server")
@@ -27,7 +28,7 @@ MOST_NAMED = 10  # unknown fields of a request in the log
 LARGE = 64 * 1024  # bytes of a body that takes more than a moment to look through
 # Only text that escapes something as \uD8.. or \u0000 can hold a lone surrogate or NUL.
 SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
-# Pydantic names the member of a union that it tried; clients know only the field.
+# Pydantic names the member of a union that it tried, as in response_format; clients know only the field.
 UNION_MEMBER = re.compile(r"^(str|bool|int|constrained-str)$|[\[(]")
 OTHER_TYPE = ("_type", "literal_error")  # ends of the problems of a value of another type
 INPUT = "Input should be "
@@ -163,9 +164,11 @@ def validate(value: Any, model: type[Model]) -> Model:
 def _first_problem(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     nearest = _nearest(problems)
-    path = ""
-    for part in nearest[0]["loc"]:
+    path, loc = "", nearest[0]["loc"]
+    for before, part in zip((None, *loc), loc, strict=False):
         if isinstance(part, str) and UNION_MEMBER.search(part):
+            continue
+        if before == "response_format" and part in FORMATS:
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     said = dict.fromkeys(_message(problem) for problem in nearest)

@@ -76,7 +76,10 @@ class Generation:
                     raise problem from None
             return encoded
 
-        for index, prompt_ids in enumerate(await self._service.off_loop(prepare)):
+        encoded = await self._service.off_loop(prepare)
+        if self._service.ended:
+            raise _ended()
+        for index, prompt_ids in enumerate(encoded):
             try:
                 output = self._llm.add_request(
                     prompt_ids, params, request_id=f"{self.id}-{index}", cache_salt=cache_salt
@@ -152,7 +155,11 @@ def _check(output: RequestOutput) -> None:
         if choice.finish_reason == "error":
             raise _failure(choice)
         if choice.finish_reason == "abort":
-            raise unavailable("the server ended this request to shut down", "shutting_down")
+            raise _ended()
+
+
+def _ended() -> ApiError:
+    return unavailable("the server ended this request to shut down", "shutting_down")
 
 
 def _failure(choice: CompletionOutput) -> ApiError:

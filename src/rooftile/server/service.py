@@ -38,6 +38,7 @@ class Service:
         self.loaded = asyncio.Event()  # or failed to
         self.load_error: BaseException | None = None
         self.draining = False
+        self.ended = False  # what was open; what had not begun must not begin any more
         self.texts = TokenTexts(None)
         self.grammars: GrammarCompiler | None = None
         self._load = load
@@ -101,6 +102,7 @@ class Service:
         return self._llm
 
     def end_open_requests(self) -> None:
+        self.ended = True
         if self._llm is not None:
             self._llm.abort_all()
 

@@ -28,13 +28,16 @@ async def tokenize(service: Service, request: TokenizeRequest) -> TokenizeRespon
         # Of any length: somebody may want to know how much too long a text is.
         return llm.tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
 
-    tokens = await service.off_loop(encode)
-    answer = TokenizeResponse(
-        count=len(tokens), max_model_len=llm.limits.max_model_len, tokens=tokens
-    )
-    if request.return_token_strs:
-        answer.token_strs = [service.texts.text_of(token) for token in tokens]
-    return answer
+    def answer() -> TokenizeResponse:
+        tokens = encode()
+        answer = TokenizeResponse(
+            count=len(tokens), max_model_len=llm.limits.max_model_len, tokens=tokens
+        )
+        if request.return_token_strs:
+            answer.token_strs = [service.texts.text_of(token) for token in tokens]
+        return answer
+
+    return await service.off_loop(answer)
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> DetokenizeResponse:
@@ -43,10 +46,13 @@ async def detokenize(service: Service, request: DetokenizeRequest) -> Detokenize
     tokenizer, limits = service.llm.tokenizer, service.llm.limits
     if tokenizer is None:
         raise bad_request("this model has no tokenizer", "tokens")
-    for token in request.tokens:
-        if not 0 <= token < limits.vocab_size:
-            raise bad_request(
-                f"tokens has {token}; the vocabulary is 0..{limits.vocab_size - 1}", "tokens"
-            )
-    text = await service.off_loop(tokenizer.decode, request.tokens, False)
-    return DetokenizeResponse(prompt=text)
+
+    def answer() -> DetokenizeResponse:
+        for token in request.tokens:
+            if not 0 <= token < limits.vocab_size:
+                raise bad_request(
+                    f"tokens has {token}; the vocabulary is 0..{limits.vocab_size - 1}", "tokens"
+                )
+        return DetokenizeResponse(prompt=tokenizer.decode(request.tokens, False))
+
+    return await service.off_loop(answer)

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from rooftile.server.protocol.base import ClientModel
 
+FORMATS = ("text", "json_object", "json_schema")
+
 
 class TextFormat(ClientModel):
     type: Literal["text"]

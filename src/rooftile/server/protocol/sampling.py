@@ -167,7 +167,9 @@ class SamplingFields(ClientModel):
         for name in NOT_WITH_BEAMS:
             if getattr(self, name, None) not in (None, False, NOT_WITH_BEAMS[name]):
                 raise bad_request(f"{name} does not go together with use_beam_search", name)
-        n = self.n or 1
+        n = 1 if self.n is None else self.n
+        if n < 1:
+            raise bad_request(f"n is {n}; it must be a whole number of at least 1", "n")
         width = max(n, DEFAULT_BEAM_WIDTH) if self.beam_width is None else self.beam_width
         if n > width:
             raise bad_request(f"n is {n}; beam search has at most beam_width {width} results", "n")
