@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rooftile.bench import measure as measuring
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.host import Host
 from rooftile.bench.measure import Timing, measure, quantile
 from rooftile.bench.model_cost import least_seconds
@@ -74,7 +75,7 @@ def test_what_counts() -> None:
 def test_missing_tokens_void_the_result(clock: Clock) -> None:
     fake = Fake("a", clock, [], [1.0])
     fake.short = 1
-    with pytest.raises(RuntimeError, match="a made 3 tokens for request 0 instead of 1 x 4"):
+    with pytest.raises(MeasurementFailed, match="a made 3 tokens for request 0 instead of 1 x 4"):
         measure([fake], WORKLOADS["decode8"], draw, repeats=1)
 
 

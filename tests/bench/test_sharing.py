@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.sharing import (
     LENGTHS,
     Lengths,
@@ -77,9 +78,9 @@ def test_prompts_are_prose_that_does_not_begin_alike(path: str) -> None:
 
 def test_counts_that_mean_nothing_are_refused(path: str) -> None:
     prompts = [Passage(tuple(range(n, n + 20)), 30) for n in range(4)]
-    with pytest.raises(RuntimeError, match="KV pages ran out"):
+    with pytest.raises(MeasurementFailed, match="KV pages ran out"):
         measure_sharing(tiny(path, num_pages=30), prompts, sampling(2))
-    with pytest.raises(RuntimeError, match="prompt 0 cannot run"):
+    with pytest.raises(MeasurementFailed, match="prompt 0 cannot run"):
         measure_sharing(tiny(path, num_pages=4), prompts, sampling(2))
-    with pytest.raises(RuntimeError, match="prompt 0 made 1[0-9] of 30 tokens"):
+    with pytest.raises(MeasurementFailed, match="prompt 0 made 1[0-9] of 30 tokens"):
         measure_sharing(tiny(path, num_pages=8), prompts[:1], sampling(1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.sharing import LENGTHS, Lengths
 from rooftile.cli import loading
 from rooftile.engine.llm import LLM
@@ -53,6 +54,20 @@ def test_the_command_refuses(rooftile: Run, arguments: list[str], code: int, sai
     result = rooftile("bench", "sharing", "-m", "no-such-model.gguf", *arguments)
     assert result.exit_code == code
     assert said in result.stderr
+
+
+def test_a_measurement_that_fails_is_one_line(
+    rooftile: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(write_model(tmp_path)), random_weights=True, num_pages=8, page_size=4)
+    monkeypatch.setattr(loading, "load_llm", lambda *_: llm)
+    monkeypatch.setitem(LENGTHS, "alpaca", Lengths("short", 12, 8))
+    arguments = ("bench", "sharing", "-m", "x", "--lengths", "alpaca", "--num-prompts", "2")
+    result = rooftile(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "raise --num-pages" in result.stderr
+    assert isinstance(rooftile("--debug", *arguments).exception, MeasurementFailed)
 
 
 def test_quality_measures_every_quantization_and_takes_none(rooftile: Run) -> None:

@@ -171,3 +171,15 @@ def test_few_tiles_are_said_to_be_cut() -> None:
         "b2 s16..4096 h4/4 d64",
     ):
         assert "cut" not in choice(attention_case(even), "h200").reason
+
+
+@pytest.mark.parametrize("machine", ["cpu", "ascend-910b"])
+@pytest.mark.parametrize(
+    ("operator", "case"), [("decode", "b3 1k h8/2 d64"), ("gemm", "2176x2176x4096")]
+)
+def test_plans_of_a_gpu_are_not_told_of_other_machines(
+    operator: str, case: str, machine: str
+) -> None:
+    result = CliRunner().invoke(app, ["explain", operator, case, "-m", machine])
+    assert result.exit_code == 1
+    assert "choose from h200, h100, b200" in " ".join(result.stderr.split())

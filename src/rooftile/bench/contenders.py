@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.other_engines import LlamaCpp, OpenVino
 from rooftile.bench.workloads import Request
 
@@ -83,7 +84,7 @@ class Transformers:
             self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, **settings)
         kept = {p.dtype for p in self._model.parameters()} - {torch.bfloat16}
         if kept:
-            raise RuntimeError(
+            raise MeasurementFailed(
                 f"transformers loaded {path} with parameters in {kept}, not bfloat16"
             )
         self._model.eval()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rooftile.bench.contenders import Contender
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.workloads import Request, Workload
 
 WARM_UP_TOKENS = 4
@@ -55,7 +56,7 @@ def measure(
     that slows down slows all of them.
 
     Raises:
-        RuntimeError: a contender did not make the tokens that were asked for.
+        MeasurementFailed: a contender did not make the tokens that were asked for.
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; it must be at least 1")
@@ -84,7 +85,7 @@ def _run(contender: Contender, requests: list[Request], temperature: float) -> f
     elapsed = time.perf_counter() - start
     for position, (request, count) in enumerate(zip(requests, made, strict=True)):
         if count != request.max_tokens * request.n:
-            raise RuntimeError(
+            raise MeasurementFailed(
                 f"{contender.name} made {count} tokens for request {position} instead of "
                 f"{request.n} x {request.max_tokens}; the result does not count"
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.workloads import Request
 
 
@@ -117,7 +118,7 @@ class LlamaCpp:
             batch.logits[at] = wanted
         code = self._api.llama_decode(context, batch)
         if code:
-            raise RuntimeError(f"llama.cpp failed with code {code}")
+            raise MeasurementFailed(f"llama.cpp failed with code {code}")
 
     def _likeliest(self, context: Any, at: int) -> int:
         import numpy as np

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.engine.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def measure_sharing(
     that only sequences of one request share.
 
     Raises:
-        RuntimeError: a request failed, or pages ran out, so that the counts mean nothing.
+        MeasurementFailed: a request failed, or pages ran out, so that the counts mean nothing.
     """
     llm.reset_prefix_cache()
     before = llm.stats().num_preemptions
@@ -150,14 +151,14 @@ def measure_sharing(
     requests = [(list(p.prompt_token_ids), params(p.max_tokens)) for p in prompts]
     for position, result in llm.run(requests, on_step=count):
         if isinstance(result, ValueError):
-            raise RuntimeError(f"prompt {position} cannot run: {result}")
+            raise MeasurementFailed(f"prompt {position} cannot run: {result}")
         wanted = prompts[position].max_tokens
         for answer in result.outputs:
             if answer.error or len(answer.token_ids) != wanted:
-                raise RuntimeError(
+                raise MeasurementFailed(
                     f"prompt {position} made {len(answer.token_ids)} of {wanted} tokens "
                     f"({answer.error or answer.finish_reason})"
                 )
     if llm.stats().num_preemptions != before:
-        raise RuntimeError("KV pages ran out during the run; raise --num-pages")
+        raise MeasurementFailed("KV pages ran out during the run; raise --num-pages")
     return Saving(tuple(in_use), tuple(copied))

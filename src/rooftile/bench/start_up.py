@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from rooftile.bench.failure import MeasurementFailed
 from rooftile.bench.workloads import Request
 
 # Requests after the first answer, so that the memory is that of work.
@@ -34,7 +35,7 @@ def start_up(contender: str, model: str, options: dict[str, Any], threads: int) 
 
     Raises:
         ValueError: it refused the model or the options, or something is not installed.
-        RuntimeError: it failed; with the end of what it said.
+        MeasurementFailed: it failed; with the end of what it said.
     """
     task = {"contender": contender, "model": model, "options": options, "threads": threads}
     command = [sys.executable, "-m", "rooftile.bench.start_up", json.dumps(task)]
@@ -53,7 +54,7 @@ def start_up(contender: str, model: str, options: dict[str, Any], threads: int) 
             break
     rest, errors = process.communicate()
     if process.returncode or seconds is None:
-        raise RuntimeError(f"{contender} did not start: {errors.strip()[-1000:]}")
+        raise MeasurementFailed(f"{contender} did not start: {errors.strip()[-1000:]}")
     return StartUp(seconds, json.loads(rest.strip().splitlines()[-1])["peak_bytes"])
 
 

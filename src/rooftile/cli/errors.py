@@ -50,9 +50,14 @@ class FriendlyGroup(TyperGroup):
             print_error(message)
             raise typer.Exit(1) from error
         except RuntimeError as error:
+            from rooftile.bench.failure import MeasurementFailed
+
             # What a CPU cannot allocate has no class of its own in torch.
             asked = re.search(r"can't allocate memory.* (\d+ bytes)", str(error))
-            if asked is None or ctx.params.get("debug"):
+            known = asked is not None or isinstance(error, MeasurementFailed)
+            if not known or ctx.params.get("debug"):
                 raise
-            print_error(f"not enough memory for {asked[1]}; {ASK_FOR_LESS}")
+            print_error(
+                str(error) if asked is None else f"not enough memory for {asked[1]}; {ASK_FOR_LESS}"
+            )
             raise typer.Exit(1) from error

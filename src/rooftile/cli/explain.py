@@ -27,7 +27,10 @@ def explain(
         str, typer.Argument(metavar="CASE", help="Such as 'b1 s16384 h16/16 d128 causal'.")
     ],
     machine: Annotated[
-        str, typer.Option("--machine", "-m", help="h200, h100, b200, ascend-910b or cpu.")
+        str,
+        typer.Option(
+            "--machine", "-m", help="h200, h100, b200; of attention also ascend-910b and cpu."
+        ),
     ] = "h200",
     rows: Annotated[
         int | None, typer.Option(help="Query rows of a tile, instead of our table's.")
@@ -40,12 +43,13 @@ def explain(
         typer.Option(metavar="FILE", help="Draw the timetable (png, svg, pdf)."),
     ] = None,
 ) -> None:
-    """What a tile of attention does on a machine: clocks of each stage on each unit.
+    """What binds a call of attention, decode or gemm on a machine, and how its work is laid out.
 
-    For `decode`, such as 'b64 loguniform128..32k h32/8 d128 page16': which SM works on which
-    request when, without splitting, with equal splits, and as planned. For `gemm`, such as
-    2176x2176x4096 (m, n, k): the same for the tiles of a matrix product, scheme by scheme. Nothing runs: a model made
-    of data-sheet rates and counted work, with latencies left out.
+    For `attention`: clocks of each stage of a tile on each unit. For `decode`, such as
+    'b64 loguniform128..32k h32/8 d128 page16': which SM of a GPU works on which request when,
+    without splitting, with equal splits, and as planned. For `gemm`, such as 2176x2176x4096
+    (m, n, k): the same for the tiles of a matrix product, scheme by scheme. Nothing runs: a model
+    made of data-sheet rates and counted work, with latencies left out of attention.
     """
     if plot is not None:
         from rooftile.bench.ops.plot import check_plot

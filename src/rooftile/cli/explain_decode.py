@@ -21,14 +21,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def explain_decode(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
     from rooftile.cli.tables import text_console, timeline_width
-    from rooftile.planning.cores import core_of
+    from rooftile.planning.cores import gpu_of
     from rooftile.planning.decode_case import decode_case
     from rooftile.planning.split_cost import split_spec
     from rooftile.planning.split_kv import Layout
     from rooftile.planning.split_timeline import equal_splits, naive, planned
 
     console = text_console()
-    call, device = decode_case(case), core_of(machine).machine
+    call, device = decode_case(case), gpu_of(machine, "paged attention")
     spec = split_spec(call, device)
     strips = Layout(spec).query_tiles * spec.num_kv_heads
     if strips > MOST_STRIPS:

@@ -24,14 +24,14 @@ MARKS = {"publish": ">", "wait": ".", "fixup": "+"}
 def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     """Raises ValueError for a case or a machine that is not understood."""
     from rooftile.cli.tables import text_console, timeline_width
-    from rooftile.planning.cores import core_of
+    from rooftile.planning.cores import gpu_of
     from rooftile.planning.stream_k import product_of
     from rooftile.planning.stream_k_choice import choose, reason, schemes
     from rooftile.planning.stream_k_cost import costs_of, row_alignment
     from rooftile.planning.stream_k_timeline import timeline
 
     console = text_console()
-    product, device = product_of(case), core_of(machine).machine
+    product, device = product_of(case), gpu_of(machine, "a matrix product")
     rows = (row_alignment(2 * product.k),) * 2
     choice = choose(product, device, rows=rows)
     tiles = choice.decomposition.tiles

@@ -84,6 +84,8 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
         format="%(asctime)s %(levelname)s %(message)s",
     )
     logging.getLogger("rooftile").setLevel(server.log_level.upper())
+    # What it says is printed once the server is ready, also of an engine in a process of its own.
+    logging.getLogger("rooftile.engine.build").setLevel(logging.WARNING)
     from rooftile.bench.presets import resolve_model
     from rooftile.server.address import address_of, bind
     from rooftile.server.config import ServerConfig

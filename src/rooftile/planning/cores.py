@@ -92,6 +92,20 @@ CORES = {
 }
 
 
+GPUS = ("h200", "h100", "b200")  # whose units share a call by our plans
+
+
+def gpu_of(name: str, what: str) -> Machine:
+    """Raises ValueError for a machine that is not described, or no GPU, on which nothing plans `what`."""
+    machine = core_of(name).machine
+    if name not in GPUS:
+        raise ValueError(
+            f"{what} is planned for the multiprocessors of a GPU, and {name!r} is none; choose from "
+            f"{', '.join(GPUS)}"
+        )
+    return machine
+
+
 def core_of(name: str) -> Core:
     """Raises ValueError for a machine that is not described."""
     if name not in CORES:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 BACKLOG = 2048
+OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)  # what another port may help against
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -21,15 +23,18 @@ def bind(host: str, port: int) -> socket.socket:
         )
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ValueError(f"the address {host}:{port} cannot be used: {error}") from None
+        raise ValueError(
+            f"the address {host}:{port} cannot be used: {error}; choose another with --host"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        elsewhere = "--port" if error.errno in OF_THE_PORT else "--host"
         raise ValueError(
-            f"the address {host}:{port} cannot be used: {error}; choose another with --port"
+            f"the address {host}:{port} cannot be used: {error}; choose another with {elsewhere}"
         ) from None
     return listener
 
