@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.engine import device_runner, scheduled_step
+from rooftile.engine.beginnings import common_length
 from rooftile.engine.device_runner import DeviceRunner
 from rooftile.engine.llm import LLM
 from rooftile.engine.params import SamplingParams
@@ -143,7 +144,7 @@ def test_what_is_spared_is_what_the_device_will_find(lengths: list[int], common:
     keys = [0]
     for i, (one, other) in enumerate(itertools.pairwise(tables)):
         whole = (min(lengths[i : i + 2]) - 1) // page_size
-        keys.append(scheduled_step._agreeing(one, other, whole) * page_size)
+        keys.append(common_length(one, other, whole) * page_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduled_step, "LEAST_COMMON", 4)
         patch.setattr(scheduled_step, "LEAST_SAVED", 1)

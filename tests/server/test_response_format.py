@@ -6,7 +6,7 @@ import datetime
 import json
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ import pydantic
 import pytest
 import torch
 
+from rooftile.engine import grammar
+from rooftile.engine.beginnings import common_length
 from rooftile.engine.grammar import (
     ANY_OBJECT,
     GrammarCompiler,
@@ -273,6 +275,29 @@ def test_samples_in_any_order_see_the_same_masks(
             assert allowed(shared, prefix) == allowed(alone, prefix)
     # Back to an earlier place, as beams and preemption do it.
     assert allowed(shared, outputs[0][:5]) == allowed(shared, outputs[1][:5])
+
+
+def test_many_texts_that_part_late_are_not_compared_with_each_other(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+
+    def counted(one: Sequence[int], other: Sequence[int]) -> int:
+        compared.append(len(one))
+        return common_length(one, other)
+
+    monkeypatch.setattr(grammar, "common_length", counted)
+    processor = GrammarProcessor(ANY_OBJECT)
+    processor.bind(compiler)
+    texts = [tokenizer.encode('{"' + "x" * 300 + chr(65 + number)) for number in range(40)]
+    for text in texts:
+        allowed(processor, text)
+    compared.clear()
+    for number in range(3):
+        for text in texts:
+            text += tokenizer.encode("yz"[number % 2])
+            allowed(processor, text)
+    assert len(compared) <= 3 * len(texts)
 
 
 def test_the_end_may_come_only_when_the_json_is_whole(

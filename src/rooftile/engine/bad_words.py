@@ -45,9 +45,10 @@ class BadWords:
     then: LogitsProcessor | None = None
 
     def __call__(self, output_ids: Sequence[int], logits: Tensor) -> Tensor:
-        for word in self.words:
-            *beginning, last = word
-            start = len(output_ids) - len(beginning)
-            if start >= 0 and list(output_ids[start:]) == beginning:
-                logits[last] = float("-inf")
+        banned = [
+            word[-1]
+            for word in self.words
+            if len(word) == 1 or tuple(output_ids[1 - len(word) :]) == word[:-1]
+        ]
+        logits[banned] = float("-inf")
         return logits if self.then is None else self.then(output_ids, logits)

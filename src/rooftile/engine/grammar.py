@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from rooftile.engine.beginnings import common_length
 from rooftile.engine.token_bytes import TokenBytes
 from rooftile.models.tokenizer import Tokenizer
 
@@ -177,7 +178,7 @@ class GrammarProcessor:
     def __init__(self, spec: JsonSpec) -> None:
         self.spec = spec
         self._make: Callable[[], Grammar] | None = None
-        self._followed: list[tuple[list[int], Grammar]] = []
+        self._followed: dict[tuple[int, ...], Grammar] = {}  # by what each has read
 
     def __getstate__(self) -> JsonSpec:
         return self.spec
@@ -190,40 +191,32 @@ class GrammarProcessor:
         self._make = compiler.compile(self.spec)
 
     def __call__(self, output_ids: Sequence[int], logits: Tensor) -> Tensor:
-        mask = self._follow(list(output_ids)).mask().to(logits.device)
+        mask = self._follow(tuple(output_ids)).mask().to(logits.device)
         return logits.masked_fill(~mask, float("-inf"))
 
-    def _follow(self, output_ids: list[int]) -> Grammar:
+    def _follow(self, output_ids: tuple[int, ...]) -> Grammar:
         """The grammar that has read exactly these tokens."""
         if self._make is None:
             raise RuntimeError("the grammar was not compiled before its request began")
-        best, common = None, -1
-        for place, (read, _) in enumerate(self._followed):
-            length = _common_length(read, output_ids)
-            if length > common:
-                best, common = place, length
-        others_need_it = best is not None and common < len(output_ids) - 1
-        if best is None or (others_need_it and len(self._followed) < MOST_FOLLOWED):
-            read, grammar, common = [], self._make(), 0
+        followed = self._followed
+        # As a rule one has read all but the last; only where samples part is it to be looked for.
+        read: tuple[int, ...] | None = next(
+            (known for known in (output_ids, output_ids[:-1]) if known in followed), None
+        )
+        if read is None:
+            read = max(followed, key=lambda known: common_length(known, output_ids), default=None)
+        common = 0 if read is None else common_length(read, output_ids)
+        others_need_it = common < len(output_ids) - 1
+        if read is None or (others_need_it and len(followed) < MOST_FOLLOWED):
+            grammar, common = self._make(), 0
         else:
-            read, grammar = self._followed.pop(best)
+            grammar = followed.pop(read)
             if common < len(read):
                 grammar.rollback(len(read) - common)
-                del read[common:]
         for token in output_ids[common:]:
             grammar.advance(token)
-            read.append(token)
-        self._followed.append((read, grammar))
+        followed[output_ids] = grammar
         return grammar
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    if second[: len(first)] == first:
-        return len(first)
-    for place, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return place
-    return min(len(first), len(second))
 
 
 def has_grammar(processor: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from rooftile.engine.beginnings import common_length
 from rooftile.engine.request import Request, Sequence
 from rooftile.engine.step import PageUpdate, RowStart, ScoreSlot, StepInput
 from rooftile.kvcache.cache import KVCache
@@ -131,23 +132,11 @@ class SharedPrefixes:
             if count is None:
                 # Before the query of either, so neither writes there any more.
                 whole = (min(computed[i], computed[j]) - 1) // page_size
-                count = _agreeing(pages[i], pages[j], whole)
+                count = common_length(pages[i], pages[j], whole)
             self._common[pair] = count
             common.append(count)
         keys = _spared([count * page_size for count in common])
         return (order if keys and order != sorted(order) else None), keys
-
-
-def _agreeing(one: list[int], other: list[int], most: int) -> int:
-    """How many leading entries of two lists are equal, of the first `most`."""
-    least, end = 0, min(most, len(one), len(other))
-    while least < end:
-        middle = (least + end + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            end = middle - 1
-    return least
 
 
 def _spared(common: list[int]) -> int:
