@@ -130,6 +130,10 @@ def test_max_completion_tokens(server: LiveServer) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"guided_json": {}}, "guided_json"),
+        ({"grammar": 'root ::= "a"'}, "grammar"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"options": {"num_predict": 3}}, "options"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )  # fmt: skip
@@ -141,10 +145,32 @@ def test_refusals_name_the_field(server: LiveServer, change: dict[str, Any], par
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("change", "ours"),
+    [
+        ({"n_predict": 3}, "max_tokens"),
+        ({"repeat_penalty": 1.1}, "repetition_penalty"),
+        ({"json_schema": {"type": "object"}}, "response_format"),
+        ({"structured_outputs": {"json": {}}}, "response_format"),
+    ],
+)
+def test_names_of_other_servers_are_told_ours(
+    server: LiveServer, change: dict[str, Any], ours: str
+) -> None:
+    for path, asked in (
+        ("chat/completions", {"messages": HELLO}),
+        ("completions", {"prompt": "x"}),
+    ):
+        with server.http() as http:
+            error = http.post(f"/v1/{path}", json={**asked, **change}).json()["error"]
+        assert error["message"].endswith(f"; use {ours}"), error
+
+
 def test_what_means_nothing_is_accepted(server: LiveServer) -> None:
     harmless: dict[str, Any] = {
         "tools": [], "tool_choice": "none", "modalities": ["text"], "store": False,
         "service_tier": "auto", "parallel_tool_calls": True, "user": "me", "audio": None,
+        "grammar": "", "n_predict": -1, "repeat_penalty": 1.0, "mirostat": 0, "typical_p": 1.0,
     }  # fmt: skip
     with server.http() as http:
         body = {"messages": HELLO, "max_tokens": 1, **harmless}

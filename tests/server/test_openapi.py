@@ -60,3 +60,16 @@ def test_requests_of_the_description(shared_server: LiveServer, path: str, examp
 
     run()
     shared_server.assert_idle()
+
+
+def test_streams_are_as_described(shared_server: LiveServer) -> None:
+    schema = schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json")
+    for path, asked in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        case = schema[path]["POST"].Case(
+            body={**asked, "stream": True, "max_tokens": 2}, media_type="application/json"
+        )
+        response = case.call_and_validate(checks=CHECKS, timeout=60)
+        assert response.headers["content-type"][0].startswith("text/event-stream")

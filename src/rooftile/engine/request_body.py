@@ -41,6 +41,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+# What other servers call a field -> what it is called here.
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
+    "n_probs": "logprobs",
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(
+        ("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+         "json_schema", "regex", "structural_tag", "structured_outputs"),
+        "response_format",
+    ),
+}  # fmt: skip
 # What the OpenAI API, or servers of its kind, call fields of BeamSearchParams.
 BEAM_NAMES = {"n": "n_best", "beam_width": "width"}
 
@@ -188,7 +199,9 @@ def _no_such_field(name: str, params: Params) -> str:
         return f"{name} has no meaning in beam search; leave it out"
     if isinstance(params, SamplingParams) and name in (BEAM_FIELDS | BEAM_NAMES.keys()):
         return f"{name} belongs to beam search, which is not asked for"
-    return f"there is no field {_shown(name)} here; leave it out"
+    known = OTHER_NAMES.get(name)
+    remedy = f"use {known}" if known in SAMPLING_FIELDS else "leave it out"
+    return f"there is no field {_shown(name)} here; {remedy}"
 
 
 def _template_options(given: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _keyed_router(service: Service) -> APIRouter:
             path, endpoint, methods=["POST"], openapi_extra=schema_of(model), **answers
         )
 
-    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    # No schema: OpenAPI 3.1 has none for a sequence of events, and tools read one as that of each event.
+    stream: dict[str, Any] = {"content": {"text/event-stream": {}}}
     post(
         "/v1/completions",
         CompletionRequest,

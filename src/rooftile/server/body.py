@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 
+from rooftile.engine.request_body import OTHER_NAMES
 from rooftile.server.errors import ApiError, bad_request
 from rooftile.server.protocol.base import ClientModel
 from rooftile.server.protocol.response_format import FORMATS
@@ -153,7 +154,9 @@ def validate(value: Any, model: type[Model]) -> Model:
         if accepted is None:
             unknown.append(ascii(name)[:80])
         elif extra is not None and extra not in accepted:
-            raise bad_request(f"{name} is not supported by this server; leave it out", name)
+            known = OTHER_NAMES.get(name)
+            remedy = "leave it out" if known is None else f"use {known}"
+            raise bad_request(f"{name} is not supported by this server; {remedy}", name)
     if unknown:
         more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
         names = ", ".join(unknown[:MOST_NAMED])
