@@ -16,7 +16,8 @@ import torch
 from rooftile.engine.llm import LLM
 from rooftile.engine.outputs import RequestOutput
 from rooftile.engine.params import SamplingParams
-from rooftile.engine.step import StepInput, StepOutput
+from rooftile.engine.sampler import Sampler
+from rooftile.engine.step import RowStart, SampleSlot, StepInput, StepOutput
 from rooftile.kvcache.spec import group_layers
 from rooftile.kvcache.storage import KVStorage
 from rooftile.layers.attention import LayerKV
@@ -361,6 +362,30 @@ def test_stop_strings_cut_the_text_and_free_the_pages(llm: LLM) -> None:
     assert llm.stats().kv.in_use == 0
 
 
+def test_biases_and_bans_of_a_step_are_those_of_its_rows() -> None:
+    sampler = Sampler(8, 260, torch.device("cpu"))
+    rows = {
+        5: SamplingParams(logit_bias={7: 1.5, 3: -2}, min_tokens=2, stop_token_ids=[9, 4]),
+        2: SamplingParams(),
+        6: SamplingParams(logit_bias={8: 100}, min_tokens=1, stop_token_ids=[1]),
+        0: SamplingParams(min_tokens=3),  # whose model has no end
+    }
+    for row, params in rows.items():
+        sampler.start(RowStart(row, params, 0, 0, frozenset(params.stop_token_ids)))
+    slots = [SampleSlot(at, row, position=1) for at, row in enumerate(rows)]
+    given = sampler._tensors(slots, [sampler._start_of(slot) for slot in slots])
+    assert given.bias_rows is not None
+    assert given.bias_rows.tolist() == [0, 0, 2]
+    assert given.bias_ids.tolist() == [7, 3, 8]
+    assert given.bias_values.tolist() == [1.5, -2, 100]
+    assert given.banned_rows.tolist() == [0, 0]
+    assert given.banned_ids.tolist() == [4, 9]
+    sampler.start(RowStart(5, SamplingParams(), 0, 0, frozenset([3])))
+    sampler.drop(6)
+    plain = [slots[0]]
+    assert sampler._tensors(plain, [sampler._start_of(s) for s in plain]).bias_rows is None
+
+
 def test_penalties_act_on_the_right_tokens(
     llm: LLM, next_logits: Callable[[list[int]], torch.Tensor]
 ) -> None:
@@ -494,6 +519,23 @@ def test_an_interrupt_while_a_step_is_waited_for_leaves_other_requests_whole(
     monkeypatch.undo()
     *_, last = stream
     assert last.outputs[0].token_ids == expected
+
+
+def test_an_interrupt_while_prompts_are_added_leaves_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, prompts = llm._core.add_request, iter(range(2))
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        if next(prompts, None) is None:
+            raise KeyboardInterrupt
+        add(*args, **options)
+
+    monkeypatch.setattr(llm._core, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c", "d"])
+    assert not llm._core.has_unfinished
+    assert not llm._frontend._open
 
 
 def test_a_text_that_cannot_be_decoded_is_its_own_error_alone(

@@ -242,11 +242,15 @@ class LLM:
             except ValueError as error:
                 where = f"prompt {number}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from None
-        outputs = []
-        for (text, ids), each in zip(encoded, prepared, strict=True):
-            request_id = next(self._ids)
-            outputs.append(self._frontend.open(request_id, text, ids, each, score_from or 1))
-            self._core.add_request(request_id, ids, each, score_from=score_from)
+        outputs: list[RequestOutput] = []
+        try:
+            for (text, ids), each in zip(encoded, prepared, strict=True):
+                request_id = next(self._ids)
+                outputs.append(self._frontend.open(request_id, text, ids, each, score_from or 1))
+                self._core.add_request(request_id, ids, each, score_from=score_from)
+        except BaseException:  # ctrl-C among many prompts: nobody would wait for the first ones
+            self._abort_unfinished(outputs)
+            raise
         return outputs
 
     def _finish_all(

@@ -46,15 +46,20 @@ class Sampler:
         # Token counts take a vocabulary a row, so only rows whose penalties need them have them.
         self._prompt_mask: dict[int, Tensor] = {}
         self._output_counts: dict[int, Tensor] = {}
+        # Of rows that have some: the tokens with a bias and their biases, and those that end them.
+        self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._stops: dict[int, np.ndarray] = {}
         # The tokens so far, on the host, for rows with a logits processor.
         self._output_ids: dict[int, list[int]] = {}
 
     def drop(self, row: int) -> None:
         """Forget what grows with the vocabulary or the text of a row's sequence."""
         self._starts[row] = None
-        self._prompt_mask.pop(row, None)
-        self._output_counts.pop(row, None)
-        self._output_ids.pop(row, None)
+        for table in (
+            *(self._prompt_mask, self._output_counts, self._output_ids),
+            *(self._biases, self._stops),
+        ):
+            table.pop(row, None)
 
     def start(self, start: RowStart) -> None:
         row = start.row
@@ -64,6 +69,11 @@ class Sampler:
             table[row] = getattr(start.params, name)
         self._seeds[row] = start.seed
         self._sample_index[row] = start.sample_index
+        if bias := start.params.logit_bias:
+            ids, values = list(bias), list(bias.values())
+            self._biases[row] = np.array(ids, np.int64), np.array(values, np.float32)
+        if start.params.min_tokens and start.stop_token_ids:
+            self._stops[row] = np.array(sorted(start.stop_token_ids), np.int64)
         if start.params.logits_processor is not None:
             self._output_ids[row] = list(start.output_ids)
         if start.params.counts_tokens:
@@ -186,27 +196,25 @@ class Sampler:
         if self._output_counts and any(start.params.counts_tokens for start in starts):
             used["prompt_mask"] = self._stack(self._prompt_mask, slots, torch.bool)
             used["output_counts"] = self._stack(self._output_counts, slots, torch.int32)
-        bias = [
-            (at, token, value)
-            for at, start in enumerate(starts)
-            for token, value in (start.params.logit_bias or {}).items()
-        ]
-        if bias:
-            at, ids, values = zip(*bias, strict=True)
-            used["bias_rows"] = upload(at, self._device, torch.int64)
-            used["bias_ids"] = upload(ids, self._device, torch.int64)
-            used["bias_values"] = upload(values, self._device, torch.float32)
+        biased = [at for at, slot in enumerate(slots) if slot.row in self._biases]
+        if biased:
+            ids, values = zip(*(self._biases[slots[at].row] for at in biased), strict=True)
+            used["bias_rows"], used["bias_ids"] = self._pairs(biased, ids)
+            used["bias_values"] = upload(np.concatenate(values), self._device)
         banned = [
-            (at, token)
+            at
             for at, (slot, start) in enumerate(zip(slots, starts, strict=True))
-            if slot.position < start.params.min_tokens
-            for token in start.stop_token_ids
+            if slot.row in self._stops and slot.position < start.params.min_tokens
         ]
         if banned:
-            at, ids = zip(*banned, strict=True)
-            used["banned_rows"] = upload(at, self._device, torch.int64)
-            used["banned_ids"] = upload(ids, self._device, torch.int64)
+            stops = [self._stops[slots[at].row] for at in banned]
+            used["banned_rows"], used["banned_ids"] = self._pairs(banned, stops)
         return SamplingTensors(**used)
+
+    def _pairs(self, rows: Sequence[int], ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Each row as often as it has ids, and all of these."""
+        repeated = np.repeat(np.array(rows, np.int64), [len(of_row) for of_row in ids])
+        return upload(repeated, self._device), upload(np.concatenate(ids), self._device)
 
     def _stack(
         self, tables: dict[int, Tensor], slots: Sequence[SampleSlot], dtype: torch.dtype
