@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from rooftile.models.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
+from rooftile.models.gguf_tokenizer import FIELDS, PRE_TOKENIZERS, tokenizer_from_gguf
 from rooftile.models.tokenizer import Tokenizer
 from tests.models.test_tokenizer import byte_level_metadata, gguf_of, trained
 
@@ -281,3 +282,15 @@ def test_begin_and_end_are_added_as_the_file_says(sentence_piece: dict[str, Any]
             )
             assert tokenizer.encode("the") == [*[1] * bos, *plain, *[2] * eos]
             assert tokenizer.encode("the", add_special_tokens=False) == plain
+
+
+@pytest.mark.parametrize("key", sorted(FIELDS))
+@pytest.mark.parametrize("value", [5, "x", [5], ["x"], [True], True, 1.5, [[1]]], ids=repr)
+def test_a_field_of_another_type_is_named(byte_level: dict[str, Any], key: str, value: Any) -> None:
+    file = gguf_of({**byte_level, "pre": "default", "scores": [0.5] * len(byte_level["tokens"])})
+    for kind in ("gpt2", "llama"):
+        changed = {**file.metadata, "tokenizer.ggml.model": kind, key: value}
+        try:
+            tokenizer_from_gguf(replace(file, metadata=changed))
+        except ValueError as error:
+            assert "a.gguf" in str(error)  # noqa: PT017

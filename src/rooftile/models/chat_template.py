@@ -67,7 +67,7 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             IndexError,
-            OverflowError,
+            ArithmeticError,
             RecursionError,
         ) as error:
             raise ValueError(

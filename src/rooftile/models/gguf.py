@@ -86,9 +86,9 @@ def read_gguf(path: str | Path) -> GGUFFile:
         if key in metadata:
             raise reader.error(f"metadata field {key!r} occurs twice")
         metadata[key] = reader.value(key)
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise ValueError(
-            f"{path}: one part of {metadata['split.count']}; merge the parts first with "
+            f"{path}: one part of {metadata['split.count']!r:.80}; merge the parts first with "
             f"llama.cpp's `llama-gguf-split --merge`"
         )
     entries = [reader.tensor(index) for index in range(num_tensors)]

@@ -65,6 +65,24 @@ SPECIAL_ROLES = {
     "pad_token": "padding_token_id",
 }
 
+TEMPLATE = "tokenizer.chat_template"
+# Of each field: its type, or that of the entries of its list (which a file has of one type only).
+TEXT, NUMBER, WHOLE, SWITCH = (str,), (int, float), (int,), (bool,)
+FIELDS: dict[str, tuple[bool, tuple[type, ...]]] = {
+    **{f"tokenizer.ggml.{name}": (True, TEXT) for name in ("tokens", "merges")},
+    TEMPLATE: (False, TEXT),
+    "tokenizer.ggml.token_type": (True, WHOLE),
+    "tokenizer.ggml.scores": (True, NUMBER),
+    "tokenizer.chat_templates": (True, TEXT),
+    **{f"tokenizer.ggml.{name}": (False, TEXT) for name in ("model", "pre")},
+    **{f"tokenizer.ggml.{name}": (False, WHOLE) for name in SPECIAL_ROLES.values()},
+    **{
+        f"tokenizer.ggml.{name}": (False, SWITCH)
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
+    },
+}
+NAMES = {TEXT: "text", NUMBER: "numbers", WHOLE: "whole numbers", SWITCH: "true or false"}
+
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
     """The tokenizer of a GGUF file, or `None` where it has no vocabulary.
@@ -72,11 +90,13 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
     Kinds: "gpt2" (byte-level BPE) and "llama" (SentencePiece BPE with byte fallback).
 
     Raises:
-        ValueError: another kind, an unknown pre-tokenizer, or lists that do not fit together.
+        ValueError: another kind, an unknown pre-tokenizer, a field of another type, or lists that do
+            not fit together.
     """
     metadata = file.metadata
     if "tokenizer.ggml.tokens" not in metadata:
         return None
+    _check_types(file)
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
@@ -114,6 +134,20 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", add_bos),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", False),
     )
+
+
+def _check_types(file: GGUFFile) -> None:
+    for key, value in file.metadata.items():
+        listed, kinds = (
+            (False, TEXT) if key.startswith(f"{TEMPLATE}.") else FIELDS.get(key, (False, ()))
+        )
+        if not kinds:
+            continue
+        entries = value if listed and isinstance(value, list) else [value]
+        if isinstance(value, list) == listed and (not entries or type(entries[0]) in kinds):
+            continue
+        expected = f"a list of {NAMES[kinds]}" if listed else NAMES[kinds]
+        raise ValueError(f"{file.path}: {key} is {value!r:.80}; expected {expected}")
 
 
 def _byte_level(file: GGUFFile, tokens: Sequence[str], pre: str) -> tokenizers.Tokenizer:
@@ -255,12 +289,10 @@ def _add_tokens(
 
 
 def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get(TEMPLATE)
     names = metadata.get("tokenizer.chat_templates", [])
     named = {
-        name: metadata[f"tokenizer.chat_template.{name}"]
-        for name in names
-        if f"tokenizer.chat_template.{name}" in metadata
+        name: metadata[f"{TEMPLATE}.{name}"] for name in names if f"{TEMPLATE}.{name}" in metadata
     }
     if not named:
         return template
