@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rooftile.models.chat_template import ChatTemplate
+from rooftile.models.chat_template import ChatTemplate, _compiled
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & kind."},
@@ -86,3 +86,11 @@ def test_messages_of_another_form(messages: Any, message: str) -> None:
 def test_named_templates_without_a_default() -> None:
     with pytest.raises(ValueError, match="named rag, but no 'default'"):
         ChatTemplate({"rag": "x"}, {}).render(MESSAGES)
+
+
+def test_a_template_is_compiled_once_and_keeps_nothing() -> None:
+    source = "{% set n = namespace(i=0) %}{% for m in messages %}{% set n.i = n.i + 1 %}{% endfor %}{{ n.i }}"
+    before = _compiled.cache_info().misses
+    rendered = [ChatTemplate(source, {}).render(MESSAGES[:length]) for length in (1, 3, 2)]
+    assert rendered == ["1", "3", "2"]
+    assert _compiled.cache_info().misses == before + 1

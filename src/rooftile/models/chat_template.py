@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 
@@ -49,17 +49,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            return (
-                _environment()
-                .from_string(self.sources[name])
-                .render(
-                    messages=[dict(message) for message in messages],
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    documents=None,
-                    **{**self.variables, **variables},
-                )
+            text: str = _compiled(self.sources[name]).render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=None,
+                **{**self.variables, **variables},
             )
+            return text
         # A template is a program: with odd messages it fails in any of these ways.
         except (
             TemplateError,
@@ -73,6 +70,12 @@ class ChatTemplate:
             raise ValueError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Any:
+    """The template, ready to render: compiling takes many times as long as rendering."""
+    return _environment().from_string(source)
 
 
 @cache

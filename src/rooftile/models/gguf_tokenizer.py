@@ -81,7 +81,12 @@ FIELDS: dict[str, tuple[bool, tuple[type, ...]]] = {
         for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
     },
 }
-NAMES = {TEXT: "text", NUMBER: "numbers", WHOLE: "whole numbers", SWITCH: "true or false"}
+NAMES: dict[tuple[type, ...], str] = {
+    TEXT: "text",
+    NUMBER: "numbers",
+    WHOLE: "whole numbers",
+    SWITCH: "true or false",
+}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer | None:
