@@ -50,7 +50,10 @@ class FakeLLM:
         return [len(self.conversations) - 1]
 
     def _text(self, prompt: Any) -> str:
-        return prompt if isinstance(prompt, str) else self.conversations[prompt[0]][-1]["content"]
+        if isinstance(prompt, str):
+            return prompt
+        known = prompt[0] < len(self.conversations)
+        return self.conversations[prompt[0]][-1]["content"] if known else f"tokens {prompt}"
 
     def _output(self, prompt: Any, n: int) -> RequestOutput:
         metrics = RequestMetrics(arrival=0.0, first_token=0.25, finished=1.0)
@@ -64,13 +67,15 @@ class FakeLLM:
         return RequestOutput("0", None, [1, 2, 3], answers, metrics, num_cached_tokens=1)
 
     def generate(
-        self, prompts: list[Any], params: SamplingParams, *, progress: bool = False
+        self, prompts: list[Any], params: list[SamplingParams], *, progress: bool = False
     ) -> list[RequestOutput]:
         self.prompts += prompts
-        self.params.append(params)
-        outputs = [self._output(prompt, params.n) for prompt in prompts]
-        if params.prompt_logprobs is not None:
-            for output in outputs:
+        self.params += params
+        outputs = [
+            self._output(prompt, each.n) for prompt, each in zip(prompts, params, strict=True)
+        ]
+        for output, each in zip(outputs, params, strict=True):
+            if each.prompt_logprobs is not None:
                 output.prompt_logprobs = [
                     None,
                     TokenLogprobs(2, -0.25, ((2, -0.25), (3, -math.inf))),
@@ -78,11 +83,11 @@ class FakeLLM:
         return outputs
 
     def beam_search(
-        self, prompts: list[Any], params: BeamSearchParams, *, progress: bool = False
+        self, prompts: list[Any], params: list[BeamSearchParams], *, progress: bool = False
     ) -> list[RequestOutput]:
         self.prompts += prompts
-        self.params.append(params)
-        return [self._found(prompt, params) for prompt in prompts]
+        self.params += params
+        return [self._found(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _found(self, prompt: Any, params: BeamSearchParams) -> RequestOutput:
         output = self._output(prompt, params.n_best)

@@ -180,6 +180,7 @@ def test_a_bad_line_is_reported_and_skipped(batch: Run, line: str, said: str) ->
     assert "3 of 3 lines done, 1 failed" in result.stderr
     (bad,) = [record for record in result.records if record["error"] is not None]
     assert bad["error"].startswith("line 2: ")
+    assert f"error: {bad['error']}" in result.stderr.replace("\n", "")
     assert said in bad["error"]
     assert (bad["line"], bad["index"], bad["outputs"]) == (2, 1, [])
     assert len(result.records) == 3

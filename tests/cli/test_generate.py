@@ -76,11 +76,16 @@ def test_input_has_a_prompt_per_line_as_text_or_json(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"promt": "x"}', "line 2: a JSON line needs"),
-        ('{"prompt": 3}', "line 2: a JSON line needs"),
+        ('{"promt": "x"}', 'line 2: give either "prompt" or "messages"'),
+        ('{"prompt": 3}', "line 2: prompt is 3; it must be a text"),
+        ('{"prompt": "x", "temprature": 0}', 'line 2: there is no field "temprature"'),
+        ('{"prompt": "x", "top_p": 2}', "line 2: top_p is 2"),
+        ('{"prompt": "x", "width": 2}', "line 2: width belongs to beam search"),
+        ('{"custom_id": "x", "url": "/v1/completions", "body": {}}', "line 2: lines of an OpenAI"),
+        ('{"prompt": "x", "logprobs": 1}', "add --json, or --output"),
     ],
 )
-def test_a_json_line_without_a_prompt_is_named(
+def test_a_json_line_that_cannot_run_is_named(
     llm: FakeLLM, rooftile: Run, tmp_path: Path, line: str, said: str
 ) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -89,6 +94,50 @@ def test_a_json_line_without_a_prompt_is_named(
     assert result.exit_code == 1
     assert said in result.stderr
     assert llm.options is None  # refused before a model is loaded
+
+
+def test_json_lines_have_what_they_ask_for_with_and_without_output(
+    llm: FakeLLM, rooftile: Run, tmp_path: Path
+) -> None:
+    file, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    lines = [
+        {"id": "a", "prompt": "one", "temperature": 0, "max_tokens": 3},
+        {"messages": [{"role": "user", "content": "two"}], "n": 2},
+        {"prompt": [7, 8, 9], "stop": ["x"]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    command = ("generate", "-m", "x", "--system", "S", "-i", str(file))
+    plain = rooftile(*command)
+    assert plain.exit_code == 0, plain.stderr
+    asked = list(zip(llm.prompts, llm.params, strict=True)), list(llm.conversations)
+    assert [params.max_tokens for params in llm.params] == [3, 512, 512]
+    assert "=== 1/3: one\n" in plain.stdout
+    assert "=== 2/3: two\n--- answer 1 of 2\n" in plain.stdout
+    assert "=== 3/3: tokens [7, 8, 9]\n" in plain.stdout
+    llm.prompts, llm.params, llm.conversations = [], [], []
+    records = [json.loads(line) for line in rooftile(*command, "--json").stdout.splitlines()]
+    assert (list(zip(llm.prompts, llm.params, strict=True)), llm.conversations) == asked
+    assert records[0]["id"] == "a"
+    assert records[0]["prompt"] == "one"
+    assert records[1]["messages"] == lines[1]["messages"]
+    assert len(records[1]["outputs"]) == 2
+    assert records[2]["prompt"] == [7, 8, 9]
+    llm.prompts, llm.params, llm.conversations = [], [], []
+    assert rooftile(*command, "--output", str(target)).exit_code == 0
+    assert (list(zip(llm.prompts, llm.params, strict=True)), llm.conversations) == asked
+
+
+def test_one_json_line_is_streamed_as_it_asks(llm: FakeLLM, rooftile: Run) -> None:
+    line = '{"prompt": "a b", "temperature": 0, "max_tokens": 3}'
+    result = rooftile("generate", "-m", "x", "-i", "-", input=line)
+    assert result.stdout == "re: a b\n"
+    assert llm.params == [SamplingParams(temperature=0, max_tokens=3)]
+
+
+def test_a_brace_that_opens_no_json_is_text(llm: FakeLLM, rooftile: Run) -> None:
+    for text in ("{" * 100_000, '{"a": ' * 100_000):
+        assert rooftile("generate", "-m", "x", "--raw", "-i", "-", input=text).exit_code == 0
+        assert llm.prompts.pop() == text.strip()
 
 
 def test_no_prompt_is_a_usage_error(llm: FakeLLM, rooftile: Run) -> None:

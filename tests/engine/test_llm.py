@@ -238,6 +238,9 @@ def test_score_shares_the_context(
         assert score.logprob == pytest.approx(sum(score.logprobs))
         assert not score.is_greedy
     assert scores[3].is_greedy
+    for one in (" thirty three", llm.tokenizer.encode(" thirty three", add_special_tokens=False)):
+        (alone,) = llm.score(context, one)  # a text is one continuation, not one for each letter
+        assert alone.token_ids == scores[2].token_ids
     pages = len(llm.tokenizer.encode(context)) // 4
     assert llm.stats().kv.pages_shared_by_prefix >= 3 * (pages - 1)
     for context_, wrong, message in [
@@ -572,7 +575,7 @@ def test_a_bad_prompt_among_good_ones_runs_none(llm: LLM) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             llm.generate(["good", bad], GREEDY)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
+    with pytest.raises(ValueError, match="2 params for 1 prompts"):
         llm.generate("a", [GREEDY, GREEDY])
     for wrong in (b"bytes", {"prompt": "x"}, {"a", "b"}, 5, None, torch.tensor(3)):
         with pytest.raises(ValueError, match="prompts are a string, a list of token ids, or"):

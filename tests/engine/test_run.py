@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -121,3 +122,13 @@ def test_errors_from_outside_end_the_run(llm: LLM) -> None:
     assert list(llm.run([])) == []
     with pytest.raises(ValueError, match="window is 0"):
         llm.run([], window=0)
+
+
+def test_what_is_no_request_is_its_own_error(llm: LLM) -> None:
+    requests: Any = ["text", ("a", GREEDY), ("a",), ("a", GREEDY, 1), None, {"prompt": "a"}]
+    results = dict(llm.run(requests))
+    finished(results.pop(1))
+    assert sorted(results) == [0, 2, 3, 4, 5]
+    for result in results.values():
+        assert isinstance(result, ValueError)
+        assert "a request is a pair of a prompt and SamplingParams, not " in str(result)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO, TypedDict
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict
 
 if TYPE_CHECKING:
-    from rooftile.engine.llm import LLM
+    from rooftile.engine.llm import LLM, Prompt
     from rooftile.engine.outputs import RequestOutput
+    from rooftile.engine.request_body import RequestBody
 
 
 class Message(TypedDict):
@@ -19,6 +20,29 @@ class Message(TypedDict):
 
 def has_template(llm: LLM) -> bool:
     return llm.tokenizer is not None and llm.tokenizer.has_chat_template
+
+
+def prompts_of(llm: LLM, body: RequestBody, chat: bool, system: str | None) -> list[Prompt]:
+    """What the engine gets for a request: a conversation, and with `chat` each text, by the template.
+
+    system: a message before those that do not begin with one.
+    """
+    if body.is_chat:
+        return [_rendered(llm, list(body.messages), body.template_options, system)]
+    return [
+        _rendered(llm, [{"role": "user", "content": prompt}], {}, system)
+        if chat and isinstance(prompt, str)
+        else prompt
+        for prompt in body.prompts
+    ]
+
+
+def _rendered(
+    llm: LLM, messages: list[dict[str, str]], options: dict[str, Any], system: str | None
+) -> list[int]:
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return llm.render_chat(messages, **options)
 
 
 class Interrupt:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rooftile.cli import loading
-from rooftile.cli.conversation import Message, has_template, stream_text
+from rooftile.cli.conversation import has_template, prompts_of, stream_text
 from rooftile.cli.errors import print_error
 from rooftile.cli.options import BeamOptions, EngineOptions, SamplingOptions, with_options
-from rooftile.cli.prompts import collect_prompts
+from rooftile.cli.prompts import Asked, collect_prompts
 from rooftile.cli.records import output_record
 from rooftile.cli.streams import takes_unicode
 
 if TYPE_CHECKING:
-    from rooftile.engine.llm import LLM, Prompt
     from rooftile.engine.outputs import RequestOutput
     from rooftile.engine.params import Params
 
@@ -41,8 +40,8 @@ def generate(
             "--input",
             "-i",
             metavar="FILE",
-            help='A prompt per line, or JSON lines with {"prompt": ...}; "-" reads them from '
-            "standard input. With --output, JSON lines only: see there.",
+            help='A prompt per line, or JSON lines with {"prompt": ...} or {"messages": ...} and '
+            'fields of their own, as for --output; "-" reads them from standard input.',
         ),
     ] = None,
     target: Annotated[
@@ -122,44 +121,45 @@ def generate(
         name = "--overwrite" if overwrite else "--served-model-name"
         raise typer.BadParameter("needs --output", param_hint=name)
 
-    texts = collect_prompts(prompts, source)
+    asked = collect_prompts(prompts, source, params)
+    if not as_json:
+        for each in asked:
+            _check_shown(each)
     llm = loading.load_llm(engine, sampling.seed)
     in_chat = has_template(llm) if chat is None else chat
     if system is not None and not in_chat:
         raise ValueError(
             f"--system needs a chat template and {engine.model} has none; put it into the prompt"
         )
-    requests: list[Any] = (
-        [llm.render_chat(_messages(text, system)) for text in texts] if in_chat else list(texts)
-    )
+    requests = [prompts_of(llm, each.body, in_chat, system)[0] for each in asked]
+    params_of_each: list[Any] = [each.body.params for each in asked]
 
-    if len(texts) == 1 and not as_json and beams.beam_width is None and sampling.n == 1:
-        output = stream_text(llm.stream(requests[0], sampling.sampling_params()), sys.stdout)
+    if len(asked) == 1 and not as_json and getattr(params_of_each[0], "n", None) == 1:
+        output = stream_text(llm.stream(requests[0], params_of_each[0]), sys.stdout)
         failed = report_failures([output])
     else:
-        outputs = _answer_all(llm, requests, params)
-        for position, (text, output) in enumerate(zip(texts, outputs, strict=True)):
+        # Lines change fields of the defaults, not their class.
+        answer = llm.generate if beams.beam_width is None else llm.beam_search
+        outputs = answer(requests, params_of_each, progress=sys.stderr.isatty())
+        for position, (each, output) in enumerate(zip(asked, outputs, strict=True)):
             if as_json:
-                print(
-                    json.dumps(
-                        _record(position, text, output), ensure_ascii=not takes_unicode(sys.stdout)
-                    )
-                )
+                record = {"index": position, **each.record(), **output_record(output)}
+                print(json.dumps(record, ensure_ascii=not takes_unicode(sys.stdout)))
             else:
-                _print_text(position, len(texts), text, output)
+                _print_text(position, len(asked), each.shown, output)
         failed = report_failures(outputs)
     sys.stdout.flush()
     if failed:
         raise typer.Exit(1)
 
 
-def _answer_all(llm: LLM, requests: list[Prompt], params: Params) -> list[RequestOutput]:
-    from rooftile.engine.params import BeamSearchParams
-
-    progress = sys.stderr.isatty()
-    if isinstance(params, BeamSearchParams):
-        return llm.beam_search(requests, params, progress=progress)
-    return llm.generate(requests, params, progress=progress)
+def _check_shown(asked: Asked) -> None:
+    """Raises: ValueError for what a line asks for and plain text has no place for."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(asked.body.params, name, None) is not None:
+            raise ValueError(
+                f"{name} of a line is not shown in plain text; add --json, or --output"
+            )
 
 
 def report_failures(outputs: list[RequestOutput]) -> bool:
@@ -168,11 +168,6 @@ def report_failures(outputs: list[RequestOutput]) -> bool:
     for error in errors:
         print_error(error)
     return bool(errors)
-
-
-def _messages(text: str, system: str | None) -> list[Message]:
-    before = [] if system is None else [Message(role="system", content=system)]
-    return [*before, Message(role="user", content=text)]
 
 
 def _print_text(position: int, count: int, prompt: str, output: RequestOutput) -> None:
@@ -185,7 +180,3 @@ def _print_text(position: int, count: int, prompt: str, output: RequestOutput) -
             score = "" if answer.score is None else f", score {answer.score:.3f}"
             print(f"--- answer {answer.index + 1} of {len(output.outputs)}{score}")
         print(answer.text)
-
-
-def _record(position: int, prompt: str, output: RequestOutput) -> dict[str, Any]:
-    return {"index": position, "prompt": prompt, **output_record(output)}

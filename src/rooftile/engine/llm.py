@@ -75,27 +75,29 @@ class LLM:
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams | None = None,
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """The n_best continuations of each prompt by beam search, best first, with their scores.
 
-        Beams share pages and copy the last one only when they write to it.
+        prompts, params: as `generate` takes them. Beams share pages and copy the last one only when they write to it.
 
         Raises:
             ValueError: a prompt or parameter that cannot run, named with its limit.
         """
         many = _as_prompts(prompts)
-        params = BeamSearchParams() if params is None else params
-        if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"beam_search takes BeamSearchParams, not {params!r:.80}")
-        return self._finish_all(self._add(many, [params] * len(many)), progress)
+        if not isinstance(params, Sequence):
+            params = [BeamSearchParams() if params is None else params] * len(many)
+        for each in params:
+            if not isinstance(each, BeamSearchParams):
+                raise ValueError(f"beam_search takes BeamSearchParams, not {each!r:.80}")
+        return self._finish_all(self._add(many, params), progress)
 
-    def score(self, context: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+    def score(self, context: Prompt, continuations: Prompt | Sequence[Prompt]) -> list[Score]:
         """The log-probabilities of each continuation after the same context.
 
-        The context is computed once; its pages are shared. Text is tokenised piece by piece.
+        continuations: a string, a list of token ids, or a list of either. The context is computed once; its pages are shared. Text is tokenised piece by piece.
 
         Raises:
             ValueError: an empty context or continuation, or one that is too long.
@@ -103,7 +105,10 @@ class LLM:
         _, context_ids = self._frontend.encode(context)
         if not context_ids:
             raise ValueError("the context is empty; give at least one token")
-        pieces = [self._frontend.encode(c, add_special_tokens=False)[1] for c in continuations]
+        pieces = [
+            self._frontend.encode(c, add_special_tokens=False)[1]
+            for c in _as_prompts(continuations)
+        ]
         if not all(pieces):
             raise ValueError("a continuation is empty; give at least one token")
         params = SamplingParams(max_tokens=0, prompt_logprobs=1)
@@ -179,7 +184,7 @@ class LLM:
         window: most requests that are open at once; None: max_num_seqs, which keeps the batch full.
         on_step: called after each step. What it raises ends the run.
 
-        A request that cannot run comes out as the ValueError that says why, and the others go on.
+        A request that is none, or cannot run, comes out as the ValueError that says why, and the others go on.
         Ending the iteration early aborts what is open.
 
         Raises:
@@ -201,8 +206,9 @@ class LLM:
         try:
             while True:
                 while len(running) < window and (asked := next(requests, None)) is not None:
-                    position, (prompt, params) = asked
+                    position, request = asked
                     try:
+                        prompt, params = _as_pair(request)
                         (running[position],) = self._add([prompt], [params])
                     except ValueError as error:
                         yield position, error
@@ -231,9 +237,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Sequence[Params], score_from: int | None = None
     ) -> list[RequestOutput]:
         if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(params)} SamplingParams for {len(prompts)} prompts; give one each"
-            )
+            raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one each")
         encoded = [self._frontend.encode(prompt) for prompt in prompts]
         prepared = []
         for number, ((_, ids), each) in enumerate(zip(encoded, params, strict=True)):
@@ -281,6 +285,13 @@ class LLM:
             if not output.finished:
                 self._core.finish(output.request_id)
                 self._frontend.abort(output.request_id)
+
+
+def _as_pair(request: Any) -> tuple[Prompt, Params]:
+    if not isinstance(request, tuple | list) or len(request) != 2:
+        raise ValueError(f"a request is a pair of a prompt and SamplingParams, not {request!r:.80}")
+    prompt, params = request
+    return prompt, params
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

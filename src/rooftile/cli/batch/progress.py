@@ -26,6 +26,7 @@ class RunProgress:
 
         self.total, self.done, self.failed = total, done, failed
         self.tokens = 0
+        self.first_error: str | None = None  # of this run
         self._done_before = done
         self._started = self._shown = self._printed = time.monotonic()
         console = Console(stderr=True)
@@ -56,9 +57,12 @@ class RunProgress:
         self._show()
         self._bar.stop()
 
-    def finished_line(self, failed: bool) -> None:
+    def finished_line(self, error: str | None) -> None:
+        """error: what went wrong with the line, if anything did."""
         self.done += 1
-        self.failed += failed
+        if error is not None:
+            self.failed += 1
+            self.first_error = self.first_error or error
 
     def is_due(self) -> bool:
         """Whether it is time for `update`, which is not worth its cost at every step."""

@@ -16,7 +16,8 @@ from rooftile.cli.batch.answers import Answers, UnknownModel, failure
 from rooftile.cli.batch.lines import InputFile, Line, is_openai, parse
 from rooftile.cli.batch.progress import RunProgress
 from rooftile.cli.batch.results import Earlier, OutputFile
-from rooftile.cli.conversation import Interrupt, ctrl_c_interrupts, has_template
+from rooftile.cli.conversation import Interrupt, ctrl_c_interrupts, has_template, prompts_of
+from rooftile.cli.errors import print_error
 from rooftile.cli.options import EngineOptions
 from rooftile.cli.start import INTERRUPTED
 
@@ -81,6 +82,8 @@ def run_file(
         raise typer.Exit(INTERRUPTED) from None
     print(f"{progress.summary()}; results in {target}", file=sys.stderr)
     if progress.failed:
+        if progress.first_error is not None:
+            print_error(progress.first_error)
         raise typer.Exit(1)
 
 
@@ -165,21 +168,7 @@ class _Run:
                 f"there is no model {json.dumps(body.model)} here but {self._names[0]}; "
                 f"--served-model-name gives it other names"
             )
-        if body.is_chat:
-            return [self._render(list(body.messages), body.template_options)]
-        if openai or not self._chat:
-            return list(body.prompts)
-        return [
-            self._render([{"role": "user", "content": prompt}], {})
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompts
-        ]
-
-    def _render(self, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int]:
-        if self._options.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._options.system}, *messages]
-        return self._llm.render_chat(messages, **options)
+        return prompts_of(self._llm, body, self._chat and not openai, self._options.system)
 
     def _finish(self, owner: _Open) -> None:
         refusals = [result for result in owner.results if isinstance(result, ValueError)]
@@ -200,7 +189,8 @@ class _Run:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._output.write(record)
-        self._progress.finished_line(record["error"] is not None)
+        error = record["error"]
+        self._progress.finished_line(error["message"] if isinstance(error, dict) else error)
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupt.pressed:
