@@ -190,6 +190,28 @@ def test_samples_of_one_request_take_turns_in_little_memory(depth: int, prefix_c
     assert_idle(core)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_beams_that_were_preempted_share_their_pages_again(depth: int, prefix_cache: bool) -> None:
+    """They fit because they share the prompt, also when it is computed again, with a cache or without."""
+    core, _, _ = make_core(
+        num_pages=15, page_size=4, pipeline_depth=depth, prefix_cache=prefix_cache
+    )
+    core.add_request("first", [1, 2], params(max_tokens=40, ignore_eos=True))
+    collected, prompt = Collected(), [3] * 29
+    while len(collected.tokens.get(("first", 0), [])) < 4:
+        collected.take(core.step())
+    search = BeamSearchParams(width=3, max_tokens=10, n_best=3, ignore_eos=True)
+    core.add_request("beams", prompt, search)
+    while core.has_unfinished:
+        collected.take(core.step())
+    assert core.stats().num_preemptions > 0
+    best = expected_beams(prompt, search, 64 - len(prompt))
+    assert [collected.tokens["beams", i] for i in range(3)] == [list(b.token_ids) for b in best]
+    assert_idle(core)
+    assert prefix_cache or core.stats().kv.cached == 0
+
+
 def test_after_a_failed_step_the_first_to_come_are_still_the_first() -> None:
     """Two requests take all of a step's budget, which fails: the third, which goes on before they do,
     gives its pages to them all the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Hashable
 
 from rooftile.engine.beam import Continuation
 from rooftile.engine.outputs import FinishReason
@@ -188,12 +189,23 @@ class Scheduler:
         request = sequence.request
         # The logits of what is yet to be scored must be computed, so the cache ends before it.
         readable = max(request.score_next - 1, 0) if request.scores_prompt else None
-        sequence.table = self.cache.admit(sequence.token_ids[:readable], request.cache_root)
+        own = self._own_root(request)
+        root = request.cache_root if own is None else own
+        tokens = sequence.token_ids[:readable]
+        sequence.table = self.cache.admit(tokens, root, own=own is not None)
         # The last token is always computed, since its logits are needed.
         sequence.num_computed = min(sequence.table.num_tokens, sequence.num_tokens - 1)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
             request.scheduled = time.monotonic()
+
+    def _own_root(self, request: Request) -> Hashable | None:
+        """Under which its sequences share pages where no others do: when they are computed again after
+        a preemption, they take no more than before.
+        """
+        if self.cache.prefix_cache or (request.beam is None and len(request.sequences) == 1):
+            return None
+        return "own", request.arrival_index
 
     def _adopt_published(self, sequence: Sequence) -> None:
         """In mid-prefill: take over pages that another request has computed meanwhile."""
@@ -281,10 +293,13 @@ class Scheduler:
         sequence.finish_reason = reason
         self._release(sequence)
         self._free_row(sequence)
-        if sequence.request.finished:
-            self._free_spare_rows(sequence.request)
-            self.running.pop(sequence.request, None)
-            self.waiting.pop(sequence.request, None)
+        request = sequence.request
+        if request.finished:
+            self._free_spare_rows(request)
+            self.running.pop(request, None)
+            self.waiting.pop(request, None)
+            if (own := self._own_root(request)) is not None:
+                self.cache.forget(own)
 
     def fail(self, plan: ScheduledStep) -> list[Request]:
         """A step raised: forget what it computed. Returns the requests to recompute, now suspect."""

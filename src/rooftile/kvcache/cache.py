@@ -23,7 +23,7 @@ class KVCache:
 
     num_pages: per group. page_size: tokens per page, a power of two from 1 to 256.
     prefix_cache: whether full pages are kept and shared by their tokens; without it only forks
-        share pages.
+        share pages, and tables under a root of their own (`admit`).
     windows: the left window of each group (KVSpec.window: query i sees keys i - window to i), None
         where all tokens stay visible; by default all do.
 
@@ -76,15 +76,16 @@ class KVCache:
         self._copied_pages = 0
         self._evicted_pages = 0
 
-    def admit(self, token_ids: Sequence[int], root: Hashable = ()) -> PageTable:
+    def admit(self, token_ids: Sequence[int], root: Hashable = (), own: bool = False) -> PageTable:
         """A table over the longest run of full pages that the tree has for token_ids under `root`.
 
+        own: shares pages under `root` without a prefix cache, too, until `forget(root)`.
         Ready and pending pages count alike; the run may cover the whole prompt. Of window groups
         only the pages are needed, and taken, that are visible from the run's last token on.
         Nothing is allocated.
         """
         self._queried_tokens += len(token_ids)
-        node = self._tree.root(root) if self.prefix_cache else None
+        node = self._tree.root(root) if self.prefix_cache or own else None
         table = PageTable([[] for _ in self._pools], [0] * len(self._pools), 0, 0, node)
         if node is not None:
             table.num_cached = self._adopt(table, node, token_ids)
@@ -248,6 +249,10 @@ class KVCache:
     def reset_prefix(self) -> None:
         """Empties the prefix tree. Live tables keep their pages and do not publish any more."""
         self._drop(self._tree.clear())
+
+    def forget(self, root: Hashable) -> None:
+        """Empties the prefix tree under one root. Its tables must have been released."""
+        self._drop(self._tree.clear_root(root))
 
     def stats(self) -> KVStats:
         groups = tuple(self._count(group) for group in range(len(self._pools)))

@@ -182,12 +182,15 @@ class PrefixTree:
                     given += self.remove(node)
         return given
 
+    def clear_root(self, key: Hashable) -> list[GroupPage]:
+        root = self._roots.pop(key, None)
+        if root is None:
+            return []
+        root.attached = False
+        return [given for child in list(root.children.values()) for given in self.remove(child)]
+
     def clear(self) -> list[GroupPage]:
-        given = []
-        for root in list(self._roots.values()):
-            root.attached = False
-            for child in list(root.children.values()):
-                given += self.remove(child)
+        given = [page for key in list(self._roots) for page in self.clear_root(key)]
         self._roots = WeakValueDictionary()
         self._pending.clear()
         return given
