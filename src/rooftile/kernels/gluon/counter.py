@@ -23,6 +23,7 @@ class _Pool:
     memory: dict[torch.device, Tensor] = field(default_factory=dict)  # [slots, fields] int32
     handed_out: dict[torch.device, int] = field(default_factory=dict)
     of_stream: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by device and stream
+    addresses: dict[tuple[int, int], int] = field(default_factory=dict)  # of those
     lock: threading.Lock = field(default_factory=threading.Lock)  # of handing out
 
     def slot(self, device: torch.device) -> Tensor:  # [fields] int32
@@ -39,6 +40,19 @@ class _Pool:
         if not capturing:
             self.of_stream[key] = slot
         return slot
+
+    def address(self, index: int) -> int:
+        """Where `slot` lies for GPU `index`, found in less time."""
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        key = (index, torch._C._cuda_getCurrentRawStream(index))
+        if not capturing:
+            known = self.addresses.get(key)
+            if known is not None:
+                return known
+        address = self.slot(torch.device("cuda", index)).data_ptr()
+        if not capturing:
+            self.addresses[key] = address
+        return address
 
     def _new_slot(self, device: torch.device, capturing: bool) -> Tensor:
         used = self.handed_out.get(device, 0)
@@ -57,7 +71,6 @@ class _Pool:
 MOST_COUNTERS = 1024
 _one = _Pool(4096, 4)  # 16 bytes: what Triton supposes of a pointer
 _many = _Pool(512, MOST_COUNTERS)
-_addresses: dict[tuple[int, int], int] = {}  # of `_one`'s slots that streams keep
 
 
 def counter(device: torch.device) -> Tensor:  # [4] int32
@@ -66,17 +79,15 @@ def counter(device: torch.device) -> Tensor:  # [4] int32
 
 
 def address_of_counter(index: int) -> int:
-    """Where `counter` lies for GPU `index`, found in less time."""
-    if not torch._C._cuda_isCurrentStreamCapturing():
-        known = _addresses.get((index, torch._C._cuda_getCurrentRawStream(index)))
-        if known is not None:
-            return known
-    slot = _one.slot(torch.device("cuda", index))
-    if not torch._C._cuda_isCurrentStreamCapturing():
-        _addresses[index, torch._C._cuda_getCurrentRawStream(index)] = slot.data_ptr()
-    return slot.data_ptr()
+    """Where `counter` lies for GPU `index`."""
+    return _one.address(index)
 
 
 def counters(device: torch.device) -> Tensor:  # [MOST_COUNTERS] int32
     """Many counters for the next launch on the current stream of `device`."""
     return _many.slot(device)
+
+
+def address_of_counters(index: int) -> int:
+    """Where `counters` lie for GPU `index`."""
+    return _many.address(index)

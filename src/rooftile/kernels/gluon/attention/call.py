@@ -12,7 +12,7 @@ from rooftile.kernels.gluon.attention.config import AGAIN_ROWS, UNBOUNDED, Confi
 from rooftile.kernels.gluon.attention.cut import Cut
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants
 from rooftile.kernels.gluon.attention.mods import NO_MODS, Mods
-from rooftile.kernels.gluon.counter import counters
+from rooftile.kernels.gluon.counter import address_of_counters, counters
 from rooftile.kernels.gluon.launch import Box, Launch
 from rooftile.kernels.gluon.tile.rows import addressable
 
@@ -143,6 +143,22 @@ def run_parts(
         (*tensors, *tensors[1:3]) if anchored else tensors,
         (lse, sinks, lse, items, cu_q, cu_k, cut.new_parts(), counters(lse.device)),
     )
+
+
+def run_parts_at(
+    launch: Launch,
+    cut: Cut,
+    items: Tensor,
+    index: int,  # of the GPU
+    bases: tuple[int, ...],
+    lse: int,
+    cu_q: int = 0,
+    cu_k: int = 0,
+) -> None:
+    """The same through addresses, without a sink."""
+    parts = cut.new_parts()
+    arrived = address_of_counters(index)
+    launch.at(bases, (lse, 0, 0, items.data_ptr(), cu_q, cu_k, parts.data_ptr(), arrived))
 
 
 def without_keys(q: Tensor, v_dim: int, sink: Tensor | None) -> Result:

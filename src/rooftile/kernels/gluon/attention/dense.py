@@ -12,6 +12,7 @@ from rooftile.kernels.gluon.attention.call import (
     Result,
     prepared,
     run_parts,
+    run_parts_at,
     run_whole,
     templates,
     without_keys,
@@ -133,11 +134,23 @@ def bind(
         mods: Mods = NO_MODS,
     ) -> Result:
         items = cut.items()
-        if items is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if items is None or (at_q | at_k | at_v) & 15:
             return run(q, k, v, sink)
         if not q.is_cuda and building():  # other lengths of this class need that one
             run(q, k, v, sink)
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        out = torch.empty_like(like_out)
+        lse = torch.empty_like(like_lse) if results > 1 else None
+        if sink is None and in_parts.is_ready:
+            at_out = out.data_ptr()
+            run_parts_at(
+                *(in_parts, cut, items, index),
+                (at_q, at_k, at_v, at_out, at_k, at_v) if anchored else (at_q, at_k, at_v, at_out),
+                0 if lse is None else lse.data_ptr(),
+            )
+            return out, lse
+        if lse is None:
+            lse = torch.empty_like(like_lse)
         run_parts(in_parts, cut, items, anchored, (q, k, v, out), lse, sink, cu_q=lse, cu_k=lse)
         return out, lse
 
