@@ -369,6 +369,10 @@ def test_a_wrong_engine_option_is_one_line(serve: Any) -> None:
         (["--api-key", ""], "api_keys has an empty string"),
         (["--port", "99999"], "port is 99999"),
         (["--max-body-mb", "0"], "max_body_bytes is 0"),
+        (["--max-body-mb", "inf"], "it must be a finite number"),
+        (["--max-body-mb", "nan"], "it must be a finite number"),
+        (["--drain-seconds", "inf"], "drain_seconds is inf"),
+        (["--drain-seconds", "nan"], "drain_seconds is nan"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(options: list[str], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
         raise typer.BadParameter(
             f"is {server.log_level!r}; choose one of {', '.join(LOG_LEVELS)}",
             param_hint="--log-level",
+        )
+    if not math.isfinite(server.max_body_mb):
+        raise typer.BadParameter(
+            f"is {server.max_body_mb}; it must be a finite number", param_hint="--max-body-mb"
         )
     logging.basicConfig(
         stream=sys.stderr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ENGINES = ("auto", "thread", "process")
@@ -45,8 +46,9 @@ class ServerConfig:
             ("body_seconds", 0),
             ("drain_seconds", 0),
         ):
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be at least {low}")
+            value = getattr(self, name)
+            if not low <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a number of at least {low}")
         for name in ("model_names", "api_keys"):
             if "" in getattr(self, name):
                 raise ValueError(f"{name} has an empty string")
