@@ -120,10 +120,22 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
             return tuple(tile((code - less).to(torch.bfloat16)) for code in codes)
         word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
         return tuple(tile((((word >> s) & 15) - 8).to(scale.dtype) * scale) for s in shifts)
+    if "shf.r.wrap.b32" in asm:
+        return _shifted(*(x.as_subclass(Tensor) for x in args))
     answer = cluster.run(asm, args)
     if answer is not None:
         return answer
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
+
+
+def _shifted(low: Tensor, high: Tensor, shift: Tensor) -> Tile:
+    """16 bytes from byte `shift` on of each pair of vectors."""
+    pairs = [x.contiguous().view(torch.uint8).view(-1, 16) for x in (low, high)]
+    first = shift.broadcast_to(low.shape).reshape(-1, 16 // low.element_size())
+    if not bool((first == first[:, :1]).all()):
+        raise SimulationError("a vector is shifted by different numbers")
+    places = first[:, :1] + torch.arange(16)
+    return tile(torch.cat(pairs, 1).gather(1, places).view(low.dtype).view(low.shape))
 
 
 def _product(a: Tensor, b: Tensor, acc: Tensor) -> Tile:

@@ -357,9 +357,9 @@ def load(source: Pointer, mask: Any = None, other: Any = 0) -> Any:
     scheduler().pause()
     places, wanted = source.places(mask, "a load", reads=True)
     if wanted is None:
-        values = source.memory[places]
+        values = source.region.read(places)
     elif bool(wanted.any()):
-        values = source.memory[places]
+        values = source.region.read(places)
         values = torch.where(wanted, values, torch.as_tensor(other, dtype=values.dtype))
     else:  # the tensor may be empty
         values = torch.as_tensor(other, dtype=source.memory.dtype).expand(places.shape).clone()

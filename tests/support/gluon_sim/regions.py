@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.gluon_sim.errors import SimulationError
 
+_VECTOR_BYTES = 16
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -84,7 +85,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 class Region:
-    """The elements of a storage from a tensor's first to its last."""
+    """The elements of a storage from a tensor's first to its last.
+
+    A tensor that ends where its storage ends may be read up to a multiple of 16 bytes (`last_vector`):
+    allocators give memory in larger units, and kernels that move rows read whole vectors. What is
+    there is `nothing`.
+    """
 
     def __init__(self, x: Tensor, name: str = "a tensor") -> None:
         self.name = name
@@ -95,6 +101,9 @@ class Region:
         if x.numel() == 0:
             self.end = self.first
         self._size = x.element_size()
+        is_all = self.end == self.memory.numel()
+        unit = _VECTOR_BYTES // self._size
+        self.last_vector = int(-(-self.end // unit) * unit if is_all else self.end)
         self._written: Tensor | None = None
         if _now:
             _, self._written = _now[-1].storages.get(x.untyped_storage().data_ptr(), (None, None))
@@ -104,13 +113,13 @@ class Region:
         if places.numel() == 0:
             return
         low, high = torch.aminmax(places)
-        self.check_span(int(low), int(high), what)
+        self.check_span(int(low), int(high), what, self.last_vector if reads else None)
         if reads:
             self.check_written(places, what)
 
-    def check_span(self, low: int, high: int, what: str) -> None:
+    def check_span(self, low: int, high: int, what: str, end: int | None = None) -> None:
         """The same of all that lies from element `low` to element `high`, as far as the tensor goes."""
-        if low < self.first or high >= self.end:
+        if low < self.first or high >= (self.end if end is None else end):
             wrong = low if low < self.first else high
             raise SimulationError(
                 f"{what} reaches beyond its tensor: element {wrong - self.first} of {self.name}, which has "
@@ -119,10 +128,18 @@ class Region:
 
     def check_written(self, places: Tensor, what: str) -> None:
         if self._written is not None:
-            there = self._written[places * self._size]
+            there = self._written[places[places < self.end] * self._size]
             if not bool(there.all()):
-                never = int(places[~there].min()) - self.first
+                never = int(places[places < self.end][~there].min()) - self.first
                 raise SimulationError(f"{what} of element {never} of {self.name}: nobody wrote it")
+
+    def read(self, places: Tensor) -> Tensor:
+        """What is there."""
+        if self.last_vector == self.end:
+            return self.memory[places]
+        beyond = places >= self.memory.numel()
+        values = self.memory[places.clamp(max=self.memory.numel() - 1)]
+        return values.masked_fill(beyond, nothing(values.dtype)) if bool(beyond.any()) else values
 
     def wrote(self, places: Tensor) -> None:
         if self._written is not None:
