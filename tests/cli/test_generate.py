@@ -149,7 +149,7 @@ def test_no_prompt_is_a_usage_error(llm: FakeLLM, rooftile: Run) -> None:
 def test_a_missing_file_is_named(llm: FakeLLM, rooftile: Run) -> None:
     result = rooftile("generate", "-m", "x", "-i", "nowhere.txt")
     assert result.exit_code == 1
-    assert "nowhere.txt" in result.stderr
+    assert result.stderr == "error: nowhere.txt: No such file or directory\n"
     assert "Traceback" not in result.output
 
 

@@ -52,6 +52,7 @@ def test_help_fits_80_columns_uncut(rooftile: Run, command: list[str]) -> None:
     shown = rooftile(*command, "--help", COLUMNS="80").stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown  # what rich writes where it cuts
+    assert "<bool>" not in shown  # a switch takes no value
     if "Engine ─" in shown:
         assert "--max-num-batched-tokens" in shown
 

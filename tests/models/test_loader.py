@@ -127,6 +127,14 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             load_model(model)
+    inside = tmp_path / "whole"
+    inside.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (inside / name).write_text("{}")
+    with pytest.raises(
+        ValueError, match="not a GGUF file; give the directory that it is in, .*whole"
+    ):
+        load_model(str(inside / "model.safetensors"))
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\)"):

@@ -294,5 +294,5 @@ def test_calls_refuse_with_value_and_remedy() -> None:
         linear(x, PackedWeight("int3", {"weight": weight}, (4, 8)))
     with pytest.raises(ValueError, match="kernel='cutlass' does not exist"):
         linear(x, weight, kernel="cutlass")
-    with pytest.raises(NotImplementedError, match="'torch' cannot run this call: it cannot read"):
+    with pytest.raises(NotImplementedError, match="'torch' cannot run this call: it reads weights"):
         LINEAR.handle(x, [weight], "int3", 4, None, "torch")

@@ -21,7 +21,7 @@ from rooftile.cli.bench_ops import bench_ops
 from rooftile.cli.bench_quality import bench_quality
 from rooftile.cli.bench_serve import bench_serve
 from rooftile.cli.bench_sharing import bench_sharing
-from rooftile.cli.commands import add_command
+from rooftile.cli.commands import Group, add_command
 from rooftile.cli.options import EngineOptions, with_options
 from rooftile.cli.tables import print_whole, text_console
 from rooftile.engine.config import EngineConfig
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 COUNTED = {"prefill": "prompt tokens", "output": "new tokens", "total": "prompt and new tokens"}
 
-bench_app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed, memory and quality.", cls=Group, no_args_is_help=True)
 
 
 @bench_app.callback()

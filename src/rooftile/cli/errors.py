@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+
+from rooftile.cli.commands import Group
 
 # What the library raises for something that the user can put right.
 USER_ERRORS = (
@@ -33,7 +34,7 @@ def print_error(message: str) -> None:
     console.print(f"error: {message}", style="red", soft_wrap=True)
 
 
-class FriendlyGroup(TyperGroup):
+class FriendlyGroup(Group):
     """Turns the library's errors into one line and exit code 1; `--debug` keeps the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -45,6 +46,8 @@ class FriendlyGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             message = str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                message = f"{error.filename}: {error.strerror}"
             if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
                 message = f"not enough memory ({message}); {ASK_FOR_LESS}"
             print_error(message)

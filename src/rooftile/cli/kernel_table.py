@@ -60,6 +60,11 @@ def kernel_table(devices: list[str]) -> list[KernelRow]:
     ]
 
 
+# Of weights, those that the device has kernels for.
+CPU_FORMATS = ("dense", "onednn", "int8", "int4")
+GPU_FORMATS = ("dense", "int4_words")
+
+
 def _row(name: str, device: str, label: str, call: Hashable | None) -> KernelRow:
     operator = OPERATORS[name]
     reasons: dict[str, str | None] = {}
@@ -141,8 +146,10 @@ def example_calls(device: str) -> dict[str, list[tuple[str, Any]]]:
         "find_prefixes": [("any", PrefixCall(device))],
         "merge_attention_states": [("bf16 d128", MergeCall(device, bf16, 128))],
         "linear": [
-            ("bf16 dense", LinearCall(device, bf16, "dense")),
-            ("bf16 onednn", LinearCall(device, bf16, "onednn")),
+            *(
+                (f"bf16 {format}", LinearCall(device, bf16, format))
+                for format in (CPU_FORMATS if device == "cpu" else GPU_FORMATS)
+            ),
             ("fp32 dense", LinearCall(device, fp32, "dense")),
         ],
         "matmul": [

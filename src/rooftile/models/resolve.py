@@ -80,9 +80,11 @@ def _local(model: str) -> ModelFiles | None:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
         if magic != MAGIC:
+            whole = (path.parent / "config.json").is_file()
+            forms = f"the directory that it is in, {path.parent}" if whole else MODEL_FORMS
             raise ValueError(
                 f"model {model!r} is a file that starts with {magic!r}, not a GGUF file; "
-                f"give {MODEL_FORMS}"
+                f"give {forms}"
             )
         return ModelFiles(path.stem, path)
     if path.is_dir():

@@ -19,6 +19,8 @@ def test_every_case_is_understood() -> None:
 
 
 def test_a_case_on_the_cpu() -> None:
+    alone = SUITE.make("40x24x64", torch.device("cpu"), torch.float32, None, [])
+    assert set(alone.kernels) == {"torch", "reference"}  # what kernel="auto" takes is among them
     problem = SUITE.make("40x24x64", torch.device("cpu"), torch.float32, None, ["torch"])
     assert set(problem.kernels) == {"reference"}
     assert set(problem.peers) == {"torch"}

@@ -73,8 +73,9 @@ def make(
     )
     b = weight.T
     call = matmul_call(a, b)
-    # torch is a peer, by its own name.
-    families = families_of(MATMUL, call, device, kernels, left_out=("torch",))
+    # torch's product is a peer, by its own name; on a CPU it is what kernel="auto" takes.
+    left_out = () if device.type == "cpu" and "torch" not in peers else ("torch",)
+    families = families_of(MATMUL, call, device, kernels, left_out)
     check_peers("matmul", peers, PEERS)
     runs: dict[str, Run] = {family: _ours(a, b, family) for family in families}
     others: dict[str, Run] = {peer: lambda: torch.mm(a, b) for peer in peers}

@@ -32,7 +32,7 @@ def linear(
 
 def supports(call: Any) -> str | None:
     if call.format not in FORMATS:
-        return f"it cannot read {call.format!r}"
+        return f"it reads weights packed as {', '.join(FORMATS)} only"
     return refusal(call)
 
 

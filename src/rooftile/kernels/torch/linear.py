@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rooftile.kernels import Kernel
 
+FORMATS = ("dense", "onednn")
+
 
 def linear(
     x: Tensor, weight: list[Tensor], format: str, out_features: int, bias: Tensor | None
@@ -20,7 +22,9 @@ def linear(
 
 
 def supports(call: Any) -> str | None:
-    return None if call.format in ("dense", "onednn") else f"it cannot read {call.format!r}"
+    if call.format not in FORMATS:
+        return f"it reads weights packed as {' or '.join(FORMATS)} only"
+    return None
 
 
 KERNELS = {"linear": Kernel(linear, supports, efficiency=0.5)}
