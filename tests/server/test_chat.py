@@ -220,6 +220,9 @@ def test_long_lists_of_tokens_do_not_hold_up_the_event_loop(
     monkeypatch.setattr(texts, "text_of", watched)
     with server.http() as http:
         http.post("/tokenize", json={"prompt": "x" * 10, "return_token_strs": True})
+        body = {"prompt": "x" * 10, "echo": True, "logprobs": 2, "max_tokens": 2}
+        http.post("/v1/completions", json=body)
+        http.post("/v1/chat/completions", json={"messages": HELLO, **SHORT, "logprobs": True})
     assert threads
     assert server.thread not in threads
 

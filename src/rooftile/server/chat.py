@@ -53,7 +53,12 @@ async def chat(service: Service, request: ChatRequest) -> ChatCompletion | Async
             return _stream(answer, request)
         await generation.finish()
     generation.close()
-    return answer.whole()
+    # Log-probabilities of a long text take a while.
+    return (
+        answer.whole()
+        if request.logprobs in (None, False)
+        else await service.off_loop(answer.whole)
+    )
 
 
 class _Answer:

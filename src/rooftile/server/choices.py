@@ -141,8 +141,11 @@ class Choice:
 
 def as_entry(logprobs: TokenLogprobs, offset: int) -> Entry:
     """The chosen token has the same number in both places, so that clients can compare them."""
-    top = tuple((token, max(value, LEAST_LOGPROB)) for token, value in logprobs.top)
-    own = dict(top).get(logprobs.token_id, max(logprobs.logprob, LEAST_LOGPROB))
+    top, token_id = logprobs.top, logprobs.token_id
+    if top and not top[-1][1] >= LEAST_LOGPROB:  # the least likely is the last
+        top = tuple((token, max(value, LEAST_LOGPROB)) for token, value in top)
+    given = max(logprobs.logprob, LEAST_LOGPROB)
+    own = next((value for token, value in top if token == token_id), given)
     return Entry(logprobs.token_id, own, top, offset)
 
 

@@ -57,7 +57,12 @@ async def complete(
             return _stream(answer, request)
         await generation.finish()
     generation.close()
-    return answer.whole()
+    # Log-probabilities of a long text take a while.
+    return (
+        answer.whole()
+        if request.logprobs in (None, False)
+        else await service.off_loop(answer.whole)
+    )
 
 
 def _encode(service: Service, llm: AsyncLLM, request: CompletionRequest) -> list[list[int]]:

@@ -12,12 +12,25 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
+        # Answers with log-probabilities ask again and again, on the event loop.
+        self._known_bytes: dict[int, bytes] = {}
+        self._known_texts: dict[int, str] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        return b"" if self._bytes is None else self._bytes[token_id]
+        known = self._known_bytes.get(token_id)
+        if known is None:
+            known = b"" if self._bytes is None else self._bytes[token_id]
+            self._known_bytes[token_id] = known
+        return known
 
     def text_of(self, token_id: int) -> str:
         """The token as text; `bytes:\\xe2\\x82` where it is no whole characters, as OpenAI has it."""
+        known = self._known_texts.get(token_id)
+        if known is None:
+            known = self._known_texts[token_id] = self._text_of(token_id)
+        return known
+
+    def _text_of(self, token_id: int) -> str:
         raw = self.bytes_of(token_id)
         if not raw:
             return f"token_id:{token_id}"
