@@ -40,7 +40,7 @@ from rooftile.bench.ops.gemm_plans import (
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, product_of
 from rooftile.planning.stream_k_cost import (
-    SHAPES,
+    ALL_SHAPES,
     Counts,
     Prices,
     counts,
@@ -88,6 +88,12 @@ def timed_plans(records: Sequence[Record]) -> list[Timed]:
     return found
 
 
+def place_of(plan: Decomposition) -> int:
+    """Of its tiles in ALL_SHAPES; one beyond them for those that have no pace of their own."""
+    shape = shape_of(plan.tiling)
+    return ALL_SHAPES.index(shape) if shape in ALL_SHAPES else len(ALL_SHAPES)
+
+
 class Fit:
     """Prices that make the predicted times of plans look like the measured ones."""
 
@@ -100,7 +106,7 @@ class Fit:
         self.counts = Counts(
             *(numpy.array([one[i] for one in found], float) for i in range(len(Counts._fields)))
         )
-        self.shapes = numpy.array([SHAPES.index(shape_of(row.plan.tiling)) for row in rows])
+        self.shapes = numpy.array([place_of(row.plan) for row in rows])
         self.old_parts = numpy.array([row.record.run < PARTS_AT_ONCE for row in rows])
         self.measured = numpy.log([row.seconds for row in rows])
         cases = {id(row.record): i for i, row in enumerate(rows)}
@@ -112,16 +118,17 @@ class Fit:
         known = machinery(H200)
         self.guess = numpy.array(
             [getattr(known.prices, x.name) for x in fields(Prices)]
-            + [known.pace[shape] for shape in SHAPES]
+            + [known.pace.get(shape, 1.0) for shape in ALL_SHAPES]
             + [3.0]  # price of a part before PARTS_AT_ONCE, in today's
         )
 
     def predicted(self, x: numpy.ndarray) -> numpy.ndarray:
         """Seconds of all rows."""
-        prices = Prices(*x[: -len(SHAPES) - 1])
-        paces = x[-len(SHAPES) - 1 : -1]
+        prices = Prices(*x[: -len(ALL_SHAPES) - 1])
+        paces = x[-len(ALL_SHAPES) - 1 : -1]
         parts = self.counts.parts * numpy.where(self.old_parts, x[-1], 1.0)
-        return prices.seconds(self.counts._replace(parts=parts), paces[self.shapes])
+        paces = numpy.append(paces, 1.0)[self.shapes]
+        return prices.seconds(self.counts._replace(parts=parts), paces)
 
     def run(self, cases: Collection[str] | None = None) -> numpy.ndarray:
         """cases: to look at, `None` for all."""
@@ -136,7 +143,7 @@ class Fit:
             x = self.guess * numpy.exp(steps)
             error = (numpy.log(self.predicted(x)) - self.measured)[taken]
             mean = numpy.bincount(groups, near * error, len(self.rows)) / in_group
-            paces = numpy.log(x[-len(SHAPES) - 1 : -1])
+            paces = numpy.log(x[-len(ALL_SHAPES) - 1 : -1])
             return numpy.concatenate(
                 [LEVEL * weights * error, weights * (error - mean[groups]), STEADY * 3 * paces]
             )
@@ -150,19 +157,19 @@ class Fit:
 
     def predictor(self, x: numpy.ndarray) -> Callable[[Record, Decomposition, bool], float]:
         """For `replay`."""
-        prices, paces = Prices(*map(float, x[: -len(SHAPES) - 1])), x[-len(SHAPES) - 1 : -1]
+        prices, paces = Prices(*map(float, x[: -len(ALL_SHAPES) - 1])), x[-len(ALL_SHAPES) - 1 : -1]
 
         def predicted(record: Record, plan: Decomposition, passing: bool) -> float:
             found = counts(plan, H200, ITEMSIZE, record.rows, passing)
-            return prices.seconds(found, float(paces[SHAPES.index(shape_of(plan.tiling))]))
+            return prices.seconds(found, float(numpy.append(paces, 1.0)[place_of(plan)]))
 
         return predicted
 
     def as_data(self, x: numpy.ndarray) -> dict[str, object]:
         values = [float(f"{value:.4g}") for value in x]
-        names = ["/".join(["x".join(map(str, s[:2])), *map(str, s[2:])]) for s in SHAPES]
+        names = ["/".join(["x".join(map(str, s[:2])), *map(str, s[2:])]) for s in ALL_SHAPES]
         prices = dict(zip((x.name for x in fields(Prices)), values, strict=False))
-        pace = dict(zip(names, values[-len(SHAPES) - 1 : -1], strict=True))
+        pace = dict(zip(names, values[-len(ALL_SHAPES) - 1 : -1], strict=True))
         return {H200.name: {"prices": prices, "pace": pace}}
 
 

@@ -21,14 +21,15 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from rooftile.kernels.gluon.gemm.config import (  # noqa: E402
     CONFIGS,
     LARGE,
-    PAIR_WIDE,
     PAIRS,
     QUADS,
     SPLIT,
     Config,
     constants,
+    wide,
 )
 from rooftile.kernels.gluon.gemm.kernel import matmul_kernel  # noqa: E402
+from rooftile.planning.stream_k import Tiling  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     SHARED_MEMORY,
     MachineCode,
@@ -58,15 +59,18 @@ def compiled(config: Config, dtype: Any = gl.bfloat16, out: Any = None, **more: 
     }
     fixed = dict(constants(config, itemsize=itemsize, **options))
     steps = config.block_k(itemsize)
-    columns = config.block_n // fixed["b_boxes"] // config.sharers
+    columns = config.b_columns(fixed["gated"], options["b_by_rows"])
     out_itemsize = 4 if out == gl.float32 else 2
-    a_box = [options["a_rows"], steps] if options["a_by_rows"] else [steps, config.block_m]
+    a_rows = options["a_rows"] // config.across
+    a_box = [a_rows, steps] if options["a_by_rows"] else [steps, config.block_m]
     b_box = [steps, columns] if options["b_by_rows"] else [columns, steps]
+    out_box = [config.stored_rows, config.chunk(fixed["gated"], out_itemsize)]
+    out_box = out_box[::-1] if fixed["transposed"] else out_box
     types = dict.fromkeys(matmul_kernel.arg_names, "i32")
     types |= {
         "a_desc": descriptor_type(a_box, dtype),
         "b_desc": descriptor_type(b_box, dtype),
-        "out_desc": descriptor_type([config.rows, config.chunk(fixed["gated"], out_itemsize)], out),
+        "out_desc": descriptor_type(out_box, out),
         "out": "*bf16",
         "bias": "*bf16",
         "residual": "*bf16",
@@ -128,7 +132,8 @@ def test_the_loop_does_nothing_but_multiply(name: str, features: dict[str, Any])
 
 
 def _name(config: Config) -> str:
-    return f"{config.block_m}x{config.block_n}/{config.sharers}k{config.split}"
+    together = f"{config.sharers}x{config.across}"
+    return f"{config.block_m}x{config.block_n}/{together}k{config.split}"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_clusters(config: Config, features: dict[str, Any]) -> None:
     assert code.count("UTMALDG.2D.MULTICAST") == (config.sharers > 1)
     assert code.count("UTMALDG") == 2
     products = 4 * config.rows // 64
-    loops = [loop for loop in code.product_loops() if len(loop.body) <= 50 + products * 6]
+    loops = [loop for loop in code.product_loops() if len(loop.body) <= 54 + products * 6]
     assert len(loops) == (4 if features["streamed"] else 2)
     for loop in loops:
         assert loop.hazards() == []
@@ -171,42 +176,57 @@ def test_clusters(config: Config, features: dict[str, Any]) -> None:
     )
 
 
+WIDE = [
+    wide(Tiling(rows * sharers, columns * across, 64, sharers * across, 1, across))
+    for rows, columns, sharers, across in (
+        *((128, 152, 1, 1), (128, 144, 2, 1), (128, 136, 1, 2), (128, 80, 2, 2), (128, 72, 1, 4)),
+        *((64, 48, 2, 4), (64, 160, 4, 1), (64, 64, 4, 2), (128, 240, 1, 1), (128, 256, 2, 2)),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("config", "features"),
     [
-        (PAIR_WIDE, {}),
+        (WIDE[1], {"streamed": False}),
+        (WIDE[3], {"streamed": False, "transposed": True}),
         *(
             pytest.param(config, features, marks=pytest.mark.slow)
-            for config in (PAIR_WIDE, PAIR_WIDE.passing_on)
+            for config in (*WIDE, WIDE[0].passing_on, WIDE[1].passing_on)
             for features in (
-                {"streamed": False, "has_residual": True} if config.passing else {},
+                {},
                 {"streamed": False},
+                {"streamed": False, "transposed": True, "has_bias": True},
                 {"streamed": False, "apart": True, "out": gl.float32},
             )
         ),
     ],
-    ids=lambda x: (
-        f"{_name(x)}{'+' * x.passing}" if isinstance(x, Config) else "-".join(x) or "streamed"
-    ),
+    ids=lambda x: f"{_name(x)}{'+' * x.passing}" if isinstance(x, Config) else "-".join(x),
 )
-def test_a_width_that_is_no_power_of_two(config: Config, features: dict[str, Any]) -> None:
-    """Two accumulators: the products of both are in flight when the next step's begin."""
+def test_tiles_of_any_width(config: Config, features: dict[str, Any]) -> None:
+    """One instruction multiplies all columns of a warpgroup, and results are stored by matrices."""
     code = compiled(config, **features)
     assert code.spills() == 0
     assert code.shared_bytes + 1024 <= SHARED_MEMORY
-    boxes = config.block_n // config.rest
-    assert code.count("UTMALDG") == 1 + boxes
-    assert code.count("UTMALDG.2D.MULTICAST") == boxes * (config.sharers > 1)
-    loops = [loop for loop in code.product_loops() if len(loop.body) <= 120]
-    assert len(loops) == (4 if features.get("streamed", True) else 2)
+    assert code.count("UTMALDG") == 2
+    together = (config.sharers > 1) + (config.across > 1)
+    assert code.count("UTMALDG.2D.MULTICAST") == together
+    columns = config.block_n // (1 if config.split_rows else 2)
+    streamed = features.get("streamed", True)
+    loops = [loop for loop in code.product_loops() if len(loop.body) <= 90]
+    assert len(loops) == (4 if streamed else 2)
     for loop in loops:
-        first, rest = config.block_n - config.rest, config.rest
-        assert loop.count(f"HGMMA.64x{first}x16") == loop.count(f"HGMMA.64x{rest}x16") == 4
+        assert loop.count(f"HGMMA.64x{columns}x16") == loop.count("HGMMA") == 4
         assert loop.hazards() == []
         assert loop.count("BAR") == 0
         (wait,) = [x for x in loop.body if x.name.startswith("WARPGROUP.DEPBAR")]
-        assert wait.text.endswith("0x2")
-    assert code.ptx.count(f", {max(config.places)};") >= 3  # where the producer believes it
+        assert wait.text.endswith("0x1")
+    if "out" not in features:
+        assert code.count("STSM") > 0
+        assert code.count("STSM.16.MT88") == (code.count("STSM") if "transposed" in features else 0)
+    # Where the producer believes that the operands lie: Triton stores there, where nobody comes by.
+    if config.is_odd:
+        assert f"+{max(config.places)}], {{0, 0, 0, 0}}" in code.ptx
 
 
 def test_parts_are_moved_eight_bytes_at_a_time() -> None:

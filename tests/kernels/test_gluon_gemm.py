@@ -7,6 +7,7 @@ GPU, over the same features.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +22,15 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import weights_at_rest
 from rooftile.planning.stream_k import (
     Product,
+    Tiling,
     cluster_k,
     data_parallel,
     hybrid,
     split_k,
     stream_k,
 )
+from rooftile.planning.stream_k_choice import wide_tilings
+from rooftile.planning.tile_width import step_of
 from tests.support.gluon_sim import load_simulated, simulation
 
 FORWARD, PLAN, CONFIG, LINEAR = load_simulated(
@@ -36,6 +40,18 @@ FORWARD, PLAN, CONFIG, LINEAR = load_simulated(
     "rooftile.kernels.gluon.linear",
 )
 ACTIVATIONS = list(reference.ACTIVATIONS)
+WIDE = st.builds(
+    lambda rows, pieces, sharers, across: CONFIG.wide(
+        Tiling(
+            *(rows * sharers, pieces * step_of(rows, sharers) * across),
+            *(64, sharers * across, 1, across),
+        )
+    ),
+    st.sampled_from([64, 128, 256]),
+    st.integers(2, 7),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+).filter(lambda config: config.joined and config.cluster <= 8 and config.block_n >= 48)
 FP8 = torch.float8_e4m3fn
 
 
@@ -124,7 +140,7 @@ def test_integers_come_out_exactly(
 
 @settings(max_examples=20)
 @given(
-    config=st.sampled_from((*CONFIG.PAIRS, *CONFIG.QUADS, *3 * [CONFIG.PAIR_WIDE], *CONFIG.SPLIT)),
+    config=st.sampled_from(CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT) | WIDE,
     scheme=st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]),
     m=st.sampled_from([1, 65, 129, 300]),
     n=st.sampled_from([8, 127, 193, 264]),
@@ -134,6 +150,7 @@ def test_integers_come_out_exactly(
     has_residual=st.booleans(),
     out=st.sampled_from([torch.bfloat16, torch.float32]),
     clusters=st.integers(1, 4),
+    turned=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_clusters(
@@ -147,9 +164,11 @@ def test_clusters(
     has_residual: bool,
     out: torch.dtype,
     clusters: int,
+    turned: bool,
     seed: int,
 ) -> None:
-    """CTAs that load columns together, and those that share a tile's steps."""
+    """CTAs that load columns or rows together, and those that share a tile's steps; tiles of any width,
+    and results that are stored transposed."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -159,7 +178,14 @@ def test_clusters(
     a, b = laid_out(draw(m, k), layout), laid_out(draw(n, k), layout).T
     bias = draw(n) if has_bias else None
     residual = draw(m, n + 3)[:, 1:-2] if has_residual else None
-    plan = planned(config, scheme, m, n, k, clusters)
+    if config.rows != config.stored_rows and scheme != "split-k":
+        scheme = "data-parallel"
+    if turned and n % 8 == 0 and config.stored_rows == 64 and config.split == 1:
+        residual, out = None, torch.bfloat16
+        scheme = "data-parallel" if scheme == "split-k" else scheme
+        plan = replace(planned(config, scheme, n, m, k, clusters), transposed=True)
+    else:
+        plan = planned(config, scheme, m, n, k, clusters)
     got = product(a, b, bias, residual, out=out, plan=plan, seed=seed)
     exact = a.double() @ b.double() + (0 if bias is None else bias.double())
     exact += 0 if residual is None else residual.double()
@@ -340,9 +366,12 @@ def test_configurations_fit_the_machine() -> None:
     for config in CONFIG.CONFIGS:
         for gated in (False, True):
             assert config.shared_bytes(2, gated) <= CONFIG.SHARED_BYTES
-    for config in (*CONFIG.PAIRS, *CONFIG.QUADS, CONFIG.PAIR_WIDE, *CONFIG.SPLIT):
+    tilings = {x for m in (80, 300, 900, 4000) for x in wide_tilings(Product(m, 2280, 64), 132)}
+    wide = tuple(map(CONFIG.wide, tilings))
+    assert len(wide) > 50
+    for config in CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT + wide:
         # The smaller operand's stages come before the results in shared memory.
-        chunk = config.rows * config.chunk(False, 4) * 4
+        chunk = config.stored_rows * config.chunk(False, 4) * 4
         assert (
             2 * config.buffers * chunk
             <= config.stages * min(config.block_m, config.block_n) * config.block_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from rooftile.ops.packed_weight import pack, unpack
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from rooftile.kernels.gluon.gemm import forward
-from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIR_WIDE, PAIRS, QUADS, SPLIT, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, QUADS, SPLIT, Config, wide
 from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan
 from rooftile.kernels.gluon.gemm.plan import plan_of
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.kernels.gluon.launch import multiprocessors
-from rooftile.planning.stream_k import STREAMED, Product
-from rooftile.planning.stream_k_choice import candidates
+from rooftile.planning.stream_k import STREAMED, Product, Tiling
+from rooftile.planning.stream_k_choice import candidates, may_be_transposed
+from rooftile.planning.stream_k_cost import is_apart
 
 pytestmark = [
     pytest.mark.gpu,
@@ -183,9 +185,22 @@ def test_large_products_with_copies(shape: tuple[int, int, int]) -> None:
     assert torch.equal(out, (a.double() @ b.double()).bfloat16())
 
 
+WIDE = [
+    wide(Tiling(rows * sharers, columns * across, 64, sharers * across, 1, across))
+    for rows, columns, together in (
+        *((128, 152, (1, 1)), (128, 144, (2, 1)), (128, 136, (1, 2)), (128, 72, (1, 4))),
+        *((128, 80, (2, 2)), (128, 112, (2, 4)), (128, 240, (1, 1)), (128, 256, (1, 2))),
+        *((64, 80, (2, 1)), (64, 48, (1, 2)), (64, 160, (4, 1)), (64, 64, (1, 4))),
+        *((64, 240, (2, 2)), (64, 96, (4, 2)), (64, 48, (2, 4)), (64, 128, (2, 4))),
+        *((256, 160, (1, 1)), (256, 144, (2, 1)), (256, 200, (1, 2)), (256, 96, (1, 1))),
+    )
+    for sharers, across in [together]
+]
+
+
 @pytest.mark.parametrize("passing", [False, True])
 @pytest.mark.parametrize(
-    "config", [*PAIRS, PAIR_WIDE, *QUADS, *SPLIT, *CONFIGS], ids=lambda c: f"{c.tiling(2)}"
+    "config", [*PAIRS, *QUADS, *WIDE, *SPLIT, *CONFIGS], ids=lambda c: f"{c.tiling(2)}"
 )
 def test_clusters(config: Config, passing: bool) -> None:
     """CTAs that load columns together or share a tile's steps; operands that pass through the cache."""
@@ -207,6 +222,32 @@ def test_clusters(config: Config, passing: bool) -> None:
                 out = forward.matmul(
                     *(a, b.T, bias, residual, None, None, "none", torch.bfloat16, False),
                     plan=plan_of(config, plan),
+                )
+                assert torch.equal(out, exact), plan
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "config",
+    [x for x in (*PAIRS, *QUADS, *WIDE, *CONFIGS) if may_be_transposed(x.tiling(2))],
+    ids=lambda c: f"{c.tiling(2)}",
+)
+def test_results_that_are_stored_transposed(config: Config, dtype: torch.dtype) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    for m, n, k in ((136, 72, 1000), (777, 304, 4096), (520, 2176, 1032)):
+        a, b = (
+            torch.randint(-2, 3, s, generator=g, device="cuda").to(dtype) for s in ((m, k), (n, k))
+        )
+        bias = torch.randint(-2, 3, (n,), generator=g, device="cuda").to(dtype)
+        exact = (a.float() @ b.float().T + bias.float()).to(dtype)
+        tiling = config.tiling(2)
+        for plan in candidates(Product(n, m, k), multiprocessors(a.device), [tiling]):
+            if is_apart(plan):
+                continue
+            for _ in range(3):
+                out = forward.matmul(
+                    *(a, b.T, bias, None, None, None, "none", dtype, False),
+                    plan=replace(plan_of(config, plan), transposed=True),
                 )
                 assert torch.equal(out, exact), plan
 

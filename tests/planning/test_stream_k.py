@@ -137,9 +137,12 @@ def test_full_waves_stay_whole() -> None:
     assert choose(Product(128 * 132, 256, 4096), H200).decomposition.scheme == "data-parallel"
 
 
-def test_a_wave_and_a_bit_is_streamed() -> None:
-    choice = choose(Product(2176, 2176, 4096), H200)
+def test_a_wave_and_a_bit_is_streamed_or_computed_in_wider_tiles() -> None:
+    choice = choose(Product(2176, 2176, 4096), H200, plain=False)
     assert choice.decomposition.scheme in ("hybrid", "stream-k", "split-k")
+    wider = choose(Product(2176, 2176, 4096), H200)
+    assert wider.decomposition.tiling.is_wide
+    assert wider.seconds < choice.seconds
     whole = data_parallel(Product(2176, 2176, 4096), Tiling(128, 256, 64), 132)
     assert choice.seconds < predict(whole, H200)
 

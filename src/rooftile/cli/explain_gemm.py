@@ -33,7 +33,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     console = text_console()
     product, device = product_of(case), gpu_of(machine, "a matrix product")
     rows = (row_alignment(2 * product.k),) * 2
-    choice = choose(product, device, rows=rows)
+    choice = choose(product, device, rows=rows, turnable=product.n % 8 == 0)
     tiles = choice.decomposition.tiles
     if tiles > MOST_TILES:
         raise ValueError(
@@ -69,8 +69,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
 def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) -> None:
     from rooftile.planning.roofline import least_time, linear_work
 
-    plan = choice.decomposition
-    product = plan.product
+    plan, product = choice.decomposition, choice.asked
     bound = least_time(linear_work(product.m, product.k, product.n), machine)
     console.print(f"matrix product {product} on {machine.name}", style="bold")
     console.print(

@@ -90,13 +90,19 @@ class BareKernel:
     tensor_maps: tuple[dict[str, Any], ...]
 
     def tensor_map(
-        self, i: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...]
+        self,
+        i: int,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        copied: tuple[int, ...] | None = None,
     ) -> Any:
-        """The encoded map of descriptor argument i."""
+        """The encoded map of descriptor argument i; copied: another box than the kernel's."""
         meta = self.tensor_maps[i]
+        block = meta["block_size"] if copied is None else list(copied)
         return self.fill_tensor_map(
             *(address, meta["swizzle"], meta["elem_size"], meta["elem_type"]),
-            *(meta["block_size"], list(shape), list(strides), 0),
+            *(block, list(shape), list(strides), 0),
         )
 
 

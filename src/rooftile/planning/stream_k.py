@@ -69,7 +69,9 @@ class Tiling:
 
     ctas: of a cluster, that compute a tile together: a decomposition's CTA is all of them.
     split: parts of each step along K that different CTAs of the cluster compute, some of the steps
-        each; the others have some of the rows each.
+        each; the others have some of the rows each, and where they are also side by side, some of
+        the columns.
+    across: CTAs side by side.
     """
 
     block_m: int
@@ -77,6 +79,7 @@ class Tiling:
     block_k: int
     ctas: int = 1
     split: int = 1
+    across: int = 1
 
     @property
     def area(self) -> int:
@@ -84,13 +87,28 @@ class Tiling:
 
     @property
     def sharers(self) -> int:
-        """CTAs that have rows of their own, of which each loads a part of the columns for all."""
-        return self.ctas // self.split
+        """CTAs one below the other, of which each loads a part of the columns for all."""
+        return self.ctas // self.split // self.across
 
     @property
     def cta_m(self) -> int:
         """Rows of one CTA."""
         return self.block_m // self.sharers
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether CTAs are side by side, or their columns no power of two: see tile_width.py."""
+        return self.across > 1 or self.block_n & (self.block_n - 1) != 0
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether warpgroups have 128 rows each, of no power of two of columns: they add no parts."""
+        return self.is_wide and self.cta_m > 128
+
+    @property
+    def cta_n(self) -> int:
+        """Columns of one CTA."""
+        return self.block_n // self.across
 
     def tiles(self, product: Product) -> int:
         return -(-product.m // self.block_m) * -(-product.n // self.block_n)
@@ -101,7 +119,8 @@ class Tiling:
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        rows = f"/{self.sharers}" if self.sharers > 1 else ""
+        rows = f"/{self.sharers}" if self.sharers > 1 or self.across > 1 else ""
+        rows += f"x{self.across}" if self.across > 1 else ""
         return tile + rows + (f"k{self.split}" if self.split > 1 else "")
 
 

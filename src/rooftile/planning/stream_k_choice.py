@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rooftile.planning.hardware import Machine
+from rooftile.planning.hardware import H200, Machine
 from rooftile.planning.stream_k import (
     Decomposition,
     Product,
@@ -23,10 +23,20 @@ from rooftile.planning.stream_k_cost import (
     STEP_BYTES,
     WHOLE_LINES,
     clusters,
+    is_apart,
+    least_seconds,
     predict,
     steps_alone,
     tiling_of,
     why,
+)
+from rooftile.planning.tile_width import (
+    FILLS,
+    NARROWEST,
+    TOGETHER,
+    WIDEST,
+    is_odd,
+    step_of,
 )
 
 # Tiles whose steps along K the CTAs of a cluster can share: how many of those, one below the other,
@@ -49,15 +59,28 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True)
 class Choice:
+    """transposed: it is one of n x m x k, whose result is stored transposed."""
+
     decomposition: Decomposition
     seconds: float
+    transposed: bool = False
+
+    @property
+    def asked(self) -> Product:
+        """The product that it is for."""
+        product = self.decomposition.product
+        if self.transposed:
+            return Product(product.n, product.m, product.k)
+        return product
 
 
-def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -> list[Tiling]:
+def tilings_for(
+    product: Product, itemsize: int = 2, in_clusters: bool = True, num_sms: int = H200.units
+) -> list[Tiling]:
     """Tiles that the kernel has for a product.
 
     in_clusters: k is the contiguous dimension of both operands, of two bytes, so that the CTAs of a
-        cluster can load columns together, and share k.
+        cluster can load columns together, and share k, and tiles can have any width.
     """
     few = product.m <= FEW_ROWS
     shapes = [x for x in SHAPES if len(x) == 2 and not (few and x[0] > FEW_ROWS)]
@@ -67,6 +90,7 @@ def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -
     # Half of the CTAs of a cluster have rows at least.
     together = [x for x in SHAPES if len(x) == 3 and product.m > x[0] // 2]
     found += [tiling_of(*shape, itemsize=itemsize) for shape in together]
+    found += wide_tilings(product, num_sms)
     found += [
         Tiling(block_m * sharers, block_n, STEP_BYTES // itemsize, sharers * split, split)
         for (block_m, block_n), splits in CLUSTERED.items()
@@ -74,6 +98,26 @@ def tilings_for(product: Product, itemsize: int = 2, in_clusters: bool = True) -
         if sharers == 1 or product.m > block_m
     ]
     return found
+
+
+def wide_tilings(product: Product, num_sms: int) -> list[Tiling]:
+    """Tiles as wide as makes them, or a few parts of each, fill all multiprocessors a few times."""
+    found: dict[Tiling, None] = {}
+    for rows in NARROWEST:
+        for sharers, across in TOGETHER[rows]:
+            tiles_m = -(-product.m // (rows * sharers))
+            if sharers > 1 and product.m <= rows * sharers // 2:
+                continue
+            units, step = clusters(num_sms, sharers * across), step_of(rows, sharers)
+            for turns, split in FILLS:
+                tiles_n = units * turns // (tiles_m * split)
+                if not tiles_n:
+                    continue
+                width = -(-product.n // (tiles_n * across * step)) * step
+                if NARROWEST[rows] <= width <= WIDEST[rows] and (across > 1 or is_odd(width)):
+                    tiling = Tiling(rows * sharers, width * across, 64, sharers * across, 1, across)
+                    found[tiling] = None
+    return list(found)
 
 
 def may_stream(product: Product) -> bool:
@@ -100,8 +144,10 @@ def candidates(
         for split in sorted({*SPLITS, most}):
             if 1 < split <= min(iterations, most):
                 yield split_k(product, tiling, num_sms, split)
-                if split <= MOST_JOINED and product.m > FEW_ROWS:
+                if split <= MOST_JOINED and product.m > FEW_ROWS and not tiling.is_tall:
                     yield joined_k(product, tiling, num_sms, split)
+        if tiling.is_wide:
+            continue  # it is as wide as makes that superfluous
         if tiles >= num_sms:
             yield hybrid(product, tiling, num_sms)
         elif may_stream(product):
@@ -144,29 +190,50 @@ def choose(
     tilings: Iterable[Tiling] | None = None,
     rows: tuple[int, int] = WHOLE_LINES,
     plain: bool = True,
+    turnable: bool = False,
 ) -> Choice:
     """The decomposition that is predicted to take least (see `least`).
 
     tilings: those to choose from, `None` for the kernel's. rows, plain: as for `predict`.
+    turnable: the result may be stored transposed (kernels/gluon/gemm/plan.py: Plan).
     """
     if tilings is None:
-        tilings = tilings_for(product, itemsize, in_clusters=plain)
+        tilings = tilings_for(product, itemsize, plain, machine.units)
+    options = [(product, tiling) for tiling in tilings]
+    turned = Product(product.n, product.m, product.k)
+    if turnable and turned.m > FEW_ROWS and turned.m != turned.n:
+        of_turned = tilings_for(turned, itemsize, plain, machine.units)
+        options += [(turned, tiling) for tiling in of_turned if may_be_transposed(tiling)]
+    least_times = [least_seconds(*option, machine, itemsize) for option in options]
     fastest = math.inf
     timed: list[tuple[float, Decomposition]] = []
-    for plan in candidates(product, machine.units, tilings):
-        if steps_alone(plan, machine, itemsize) > EQUAL * fastest:
-            continue  # most of them, and a tenth of the work
-        seconds = predict(plan, machine, itemsize, rows, plain)
-        fastest = min(fastest, seconds)
-        timed.append((seconds, plan))
+    for i in sorted(range(len(options)), key=least_times.__getitem__):
+        if least_times[i] > EQUAL * fastest:
+            break
+        what, tiling = options[i]
+        for plan in candidates(what, machine.units, [tiling]):
+            if what is turned and is_apart(plan):
+                continue
+            if steps_alone(plan, machine, itemsize) > EQUAL * fastest:
+                continue  # most of them, and a tenth of the work
+            seconds = predict(plan, machine, itemsize, rows, plain)
+            fastest = min(fastest, seconds)
+            timed.append((seconds, plan))
     seconds, best = least(timed)
-    return Choice(best, seconds)
+    return Choice(best, seconds, best.product != product)
+
+
+def may_be_transposed(tiling: Tiling) -> bool:
+    """Whether its warpgroups have 64 rows each, and no cluster shares its steps along K."""
+    return (tiling.cta_m <= 128 or is_odd(tiling.cta_n)) and tiling.split == 1
 
 
 def reason(choice: Choice, machine: Machine, rows: tuple[int, int] = WHOLE_LINES) -> str:
     """Why a decomposition was chosen for operands of two bytes whose contiguous dimension is k."""
     best, product = choice.decomposition, choice.decomposition.product
     tiles = f"{best.tiles} tiles of {best.tiling} on {machine.units} SMs"
+    if choice.transposed:
+        tiles += f", of {product}, stored transposed"
     units = clusters(machine.units, best.tiling.ctas)
     because = why(best, machine, rows)
     if best.scheme == "data-parallel":

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rooftile.planning.hardware import H200, Machine
-from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
+from rooftile.planning.stream_k import STREAMED, Decomposition, Product, Tiling
+from rooftile.planning.tile_width import TOGETHER
 
 # Tiles of a warp-specialised Hopper kernel: two consumer warpgroups, steps of 128 bytes along K.
 # With a third number: of so many CTAs, each a part of the rows, which load the columns together.
@@ -35,8 +36,12 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     *((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64), (64, 32)),
     *((256, 256, 2), (256, 128, 2), (128, 256, 2), (128, 128, 2)),
     *((512, 128, 4), (256, 128, 4)),
-    (256, 192, 2),  # two accumulators a warpgroup (kernels/gluon/gemm/accumulator.py)
 )
+# Of any width, which is 0 here: rows of a CTA, CTAs one below the other and side by side.
+WIDE_SHAPES: tuple[tuple[int, ...], ...] = tuple(
+    (rows, 0, *together) for rows, found in TOGETHER.items() for together in found
+)
+ALL_SHAPES = SHAPES + WIDE_SHAPES
 STEP_BYTES = 128
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
 WHOLE_LINES = (LINE_BYTES, LINE_BYTES)
@@ -190,10 +195,14 @@ class Prices:
 
 @dataclass(frozen=True)
 class Machinery:
-    """A machine's prices; pace: see `Prices.seconds`, by the tiles of SHAPES."""
+    """A machine's prices; pace: see `Prices.seconds`, by the tiles of ALL_SHAPES."""
 
     prices: Prices
     pace: dict[tuple[int, ...], float]
+
+    def pace_of(self, tiling: Tiling) -> float:
+        """1 for tiles that are not offered."""
+        return self.pace.get(shape_of(tiling), 1.0)
 
 
 @cache
@@ -219,7 +228,9 @@ def tiling_of(block_m: int, block_n: int, ctas: int = 1, *, itemsize: int) -> Ti
 
 
 def shape_of(tiling: Tiling) -> tuple[int, ...]:
-    """The entry of SHAPES."""
+    """The entry of ALL_SHAPES."""
+    if tiling.is_wide:
+        return (tiling.cta_m, 0, tiling.sharers, tiling.across)
     shape = (tiling.block_m, tiling.block_n)
     return shape if tiling.sharers == 1 else (*shape, tiling.sharers)
 
@@ -261,7 +272,7 @@ def is_passing(
 
 def _multiplying(tiling: Tiling, machine: Machine, itemsize: int) -> float:
     """Clocks of a CTA's matrix unit in a step."""
-    flops = 2 * tiling.cta_m * tiling.block_n * tiling.block_k
+    flops = 2 * tiling.cta_m * tiling.cta_n * tiling.block_k
     return flops * itemsize / 2 / machine.matrix_flops_per_clock
 
 
@@ -278,17 +289,18 @@ def counts(
     """
     product, tiling, most = plan.product, plan.tiling, plan.most
     m, n, k = product.m, product.n, product.k
-    sharers, block_m, block_n = tiling.sharers, tiling.cta_m, tiling.block_n
+    sharers, block_m, block_n = tiling.sharers, tiling.cta_m, tiling.cta_n
     ctas, segments = plan.num_ctas * tiling.ctas, most.segments
     of_b = block_n / sharers
     # Boxes of few rows end with them; of others some lie outside, all of a CTA's at the worst.
     box = block_m if m > block_m or tiling.ctas > 1 else max(8, 1 << (m - 1).bit_length())
-    tiles_m, tiles_n = -(-m // tiling.block_m), -(-n // block_n)
+    tiles_m, tiles_n = -(-m // tiling.block_m), -(-n // tiling.block_n)
     outside_m = min(max(tiles_m * tiling.block_m - m - (block_m - box), 0), box)
-    outside_n = min(tiles_n * block_n - n, block_n) / sharers
+    outside_n = min(tiles_n * tiling.block_n - n, block_n) / sharers
     busy = min(ctas / machine.units, 1.0)
-    broken = box * busy if rows[0] < LINE_BYTES else 0.0
-    split = box * busy if rows[0] < SECTOR_BYTES else 0.0
+    of_a = box / tiling.across
+    broken = of_a * busy if rows[0] < LINE_BYTES else 0.0
+    split = of_a * busy if rows[0] < SECTOR_BYTES else 0.0
     if rows[1] < LINE_BYTES:
         broken += of_b * busy
         if rows[1] < SECTOR_BYTES:
@@ -308,12 +320,12 @@ def counts(
     return Counts(
         _multiplying(tiling, machine, itemsize),
         min(flops / HOT_FLOPS * itemsize / 2, 1.0),
-        box + of_b,
+        of_a + of_b,
         block_m + block_n,
         broken,
         split,
         max(outside_m, outside_n) if segments == 1 else outside_m / tiles_m + outside_n / tiles_n,
-        (box + of_b) * busy,
+        (of_a + of_b) * busy,
         steps,
         scattered,
         stored,
@@ -345,17 +357,40 @@ def predict(
     known = machinery(machine)
     passing = plain and is_passing(plan, itemsize, rows)
     found = counts(plan, machine, itemsize, rows, passing)
-    return known.prices.seconds(found, known.pace[shape_of(plan.tiling)])
+    return known.prices.seconds(found, known.pace_of(plan.tiling))
+
+
+def least_seconds(product: Product, tiling: Tiling, machine: Machine, itemsize: int = 2) -> float:
+    """Seconds that no plan with these tiles goes below: whole tiles in turn, or all multiprocessors busy
+    until the end and parts to add."""
+    known = machinery(machine)
+    prices, tiles = known.prices, tiling.tiles(product)
+    iterations, units = tiling.iterations(product), clusters(machine.units, tiling.ctas)
+    steps: float = -(-tiles // units) * -(-iterations // tiling.split)
+    one = known.pace_of(tiling) * _step_alone(tiling, machine, itemsize)
+    stepping = steps * one
+    if tiling.split == 1:
+        even = tiles * iterations / units * one
+        stepping = min(stepping, even + min(prices.apart, prices.published))
+    m, n, k = product.m, product.n, product.k
+    reading = ((m + n) * k + m * n) * itemsize / prices.passing_bandwidth
+    s = prices.sharpness
+    return prices.launch + (stepping**s + reading**s) ** (1 / s)
+
+
+def _step_alone(tiling: Tiling, machine: Machine, itemsize: int) -> float:
+    """Seconds of a step, as far as they depend on nothing but the tile."""
+    prices = machinery(machine).prices
+    received = prices.received * (tiling.cta_m + tiling.cta_n)
+    return max(_multiplying(tiling, machine, itemsize), received) / prices.clock
 
 
 def steps_alone(plan: Decomposition, machine: Machine, itemsize: int = 2) -> float:
     """Seconds that `predict` does not go below, and that are known sooner."""
     known, tiling = machinery(machine), plan.tiling
-    prices = known.prices
-    received = prices.received * (tiling.cta_m + tiling.block_n)
-    clocks = max(_multiplying(tiling, machine, itemsize), received)
     steps = plan.most.steps / tiling.split
-    return prices.launch + known.pace[shape_of(tiling)] * steps * clocks / prices.clock
+    one = known.pace_of(tiling) * _step_alone(tiling, machine, itemsize)
+    return known.prices.launch + steps * one
 
 
 def costs_of(plan: Decomposition, machine: Machine) -> Costs:
@@ -371,7 +406,7 @@ def costs_of(plan: Decomposition, machine: Machine) -> Costs:
     area = plan.tiling.area / (128 * 256) / plan.tiling.sharers
     return Costs(
         prices.results(tile),
-        known.pace[shape_of(plan.tiling)] * step,
+        known.pace_of(plan.tiling) * step,
         prices.published,
         prices.added * area,
     )

@@ -7,6 +7,7 @@ which Triton lays them out (larger allocations first), plus a multiple of OF_RAN
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.support.gluon_sim.memory import Descriptor, SharedTile, Tile, tile
 BARRIERS, TILES, OF_RANK = 1 << 12, 1 << 16, 1 << 24
 _FIELDS_OF_DESCRIPTOR = 5  # of a descriptor of two dimensions: its map, two sizes, two strides
 _PACK = 4
+_BLOCK, _COLUMNS = 64, 8  # of a product, and of a piece of it
 
 
 def run(asm: str, args: list[Any]) -> Any:
@@ -46,6 +48,10 @@ def run(asm: str, args: list[Any]) -> Any:
             _barrier(_peer(args[1] + i * step), args[0]).arrive()
             machine.scheduler().pause()
         return args[0]
+    if "wgmma.mma_async" in asm:
+        return _multiply(asm, *args)
+    if asm.startswith("wgmma.wait_group"):
+        return machine.warpgroup_mma_wait(_number(r"aligned (\d+);", asm), args)
     if asm.startswith("mapa."):
         return int(args[0]) + (int(args[1]) + 1) * OF_RANK
     if asm.startswith("st.async."):
@@ -65,7 +71,7 @@ def _number(pattern: str, asm: str) -> int:
 def _size() -> int:
     """CTAs of a cluster."""
     options = machine.role().cta.launch.options
-    return int(options.get("sharers", 1) * options.get("split", 1))
+    return int(options.get("sharers", 1) * options.get("across", 1) * options.get("split", 1))
 
 
 def _peer(rank: int) -> Any:
@@ -78,7 +84,11 @@ def _peer(rank: int) -> Any:
 
 def _start(asm: str) -> int:
     cta = machine.role().cta
-    for at, count in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\$0\+(\d+)\], (\d+)", asm):
+    found = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[\$0\+(\d+)\], (\d+)", asm)
+    for first, count in re.findall(r"\[at(?:\+(\d+))?\], (\d+)", asm):
+        stages = _number(r"setp\.lt\.u32 mine, stage, (\d+)", asm)
+        found += [(int(first or 0) + 8 * i, count) for i in range(stages)]
+    for at, count in found:
         barrier = MBarrier(f"barrier {at}")
         barrier.init(int(count))
         cta.cluster_barriers[int(at)] = barrier
@@ -113,26 +123,79 @@ def _operand(cta: Any, address: int) -> SharedTile:
     for x, size, place in zip(operands, sizes, places, strict=True):
         at = int(address) - TILES - place
         if 0 <= at < size:
-            stage, within = divmod(at, size // x.data.shape[0])
-            rows = within // (x.data[0, 0].numel() * x.data.element_size())
-            return x.index(stage).slice(rows, x.data.shape[1] - rows, 0)
+            stages, rows, columns = x.data.shape
+            row = at // (columns * x.data.element_size())
+            return x.reshape([stages * rows, columns]).slice(row, stages * rows - row, 0)
     raise SimulationError(f"no operand at {address}")
 
 
-def _load(asm: str, full: int, a: int, b: int, k0: int, row: int, column: int, sharers: int) -> int:
+def _load(
+    asm: str,
+    full: int,
+    a: int,
+    b: int,
+    k0: int,
+    row: int,
+    column: int,
+    all_of_them: int,
+    beside: int,
+) -> int:
     me = machine.role().cta
     first, second = re.findall(r"_param_(\d+);", asm)
     size = _number(r"expect_tx\.shared::cta\.b64 _, \[\$1\], (\d+)", asm)
     _barrier(me, full).arrive(1, size)
-    _copy(_argument(me, int(first)), (row, k0), me, full, a)
-    columns = [0, *map(int, re.findall(r"add\.u32 column, \$6, (\d+)", asm))]
-    places = [0, *map(int, re.findall(r"\[\$3\+(\d+)\]", asm))]
-    targets = [_peer(rank) for rank in range(_size()) if "multicast" in asm and sharers >> rank & 1]
-    for more, place in zip(columns, places, strict=True):
-        for target in targets or [me]:
-            _copy(_argument(me, int(second)), (column + more, k0), target, full, b + place)
+    of_a, of_b = (_argument(me, int(number)) for number in (first, second))
+    ranks = range(_size())
+    targets, others = [me], [me]
+    if "[$1], all" in asm:
+        targets = [_peer(rank) for rank in ranks if all_of_them >> rank & 1]
+    if "[$1], beside" in asm:
+        others = [_peer(rank) for rank in ranks if beside >> rank & 1]
+    for target in others:
+        _copy(of_a, (row, k0), target, full, a)
+    # Its map may be of more columns than Triton is told: see launch.py, Box.
+    row_bytes = of_b.block_shape[1] * of_b.dtype.itemsize
+    of_b = copy(of_b)
+    rows = (size - len(others) * of_a.block_type.nbytes) // len(targets) // row_bytes
+    of_b.block_shape = [rows, of_b.block_shape[1]]
+    for target in targets:
+        _copy(of_b, (column, k0), target, full, b)
     machine.scheduler().pause()
     return k0
+
+
+class Piece(machine.Product):
+    """Some rows and columns of a product in flight."""
+
+    def __init__(self, whole: machine.Product, row: int, column: int) -> None:
+        self.whole, self.row, self.column = whole, row, column
+
+    @property
+    def retired(self) -> bool:  # type: ignore[override]
+        return self.whole.retired
+
+    def evaluate(self) -> Tensor:
+        rows = self.whole.evaluate()[self.row : self.row + _BLOCK]
+        return tile(rows[:, self.column : self.column + _COLUMNS])
+
+
+def _multiply(asm: str, left: Tensor, right: Tensor, *pieces: Any) -> tuple[Piece, ...]:
+    """A step of operands at two addresses; pieces: of the accumulator, side by side, 64 rows at a time."""
+    cta, n = machine.role().cta, _number(r"m64n(\d+)k16", asm)
+    a, b = (_operand(cta, int(x.reshape(-1)[0])) for x in (left, right))
+    in_row = n // _COLUMNS
+    blocks = [pieces[i : i + in_row] for i in range(0, len(pieces), in_row)]
+    acc: Any = pieces[0]
+    acc = acc.whole if isinstance(acc, Piece) else torch.cat([torch.cat(x, 1) for x in blocks])
+    product = machine.warpgroup_mma(
+        a.slice(0, _BLOCK * len(blocks), 0),
+        b.slice(0, n, 0).permute((1, 0)),
+        acc,
+        use_acc="setp.ne.b32 add, 1, 0; wgmma.fence" in asm,
+        is_async=True,
+    )
+    places = [divmod(i, in_row) for i in range(len(pieces))]
+    return tuple(Piece(product, row * _BLOCK, column * _COLUMNS) for row, column in places)
 
 
 def _argument(cta: Any, number: int) -> Descriptor:

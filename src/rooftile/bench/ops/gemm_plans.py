@@ -5,6 +5,8 @@ stored [n, k]), microseconds of the vendor's library, and of plans by their name
 
     128x256 hybrid       256x256/2 split-k 4       the tile (of two CTAs), the scheme, parts along K
     128x128/2k4          CTAs of a cluster, two by four, that share K
+    512x144/4x2 ...      eight CTAs, four below the other and two side by side
+    T 256x144/2 ...      of the transposed product, whose result is stored transposed
     ... +                operands were the first to leave the L2 cache
     64x32 tiles          whole tiles of the portable kernel (kernels/triton/gemm_tiles.py)
 """
@@ -44,7 +46,7 @@ from rooftile.planning.stream_k_cost import (
 from rooftile.planning.tile_cost import predict_tiles, suits_tiles
 from rooftile.planning.vendor_cost import MARGIN, broken_share, predict_vendor
 
-TILES, PASSING = " tiles", " +"
+TILES, PASSING, TURNED = " tiles", " +", "T "
 PARTS_AT_ONCE = 7  # the first run whose kernel read more than eight parts at a time
 SMALL_US = 20.0  # of products whose launch is much of their time
 ITEMSIZE = 2
@@ -176,12 +178,16 @@ def _pooled(runs: list[Record]) -> Record:
 
 def plan_named(product: Product, name: str, units: int = H200.units) -> Decomposition:
     """The decomposition that a name, but for what follows " +", stands for."""
+    if name.startswith(TURNED):
+        turned = Product(product.n, product.m, product.k)
+        return plan_named(turned, name.removeprefix(TURNED), units)
     shape, *rest = name.removesuffix(PASSING).split()
     tile, _, parts = shape.partition("k")
     block_m, block_n, *ctas = map(int, re.split("[x/]", tile))
     split = int(parts or 1)
-    together = (ctas or [1])[0] * split
-    tiling = Tiling(block_m, block_n, STEP_BYTES // ITEMSIZE, together, split)
+    sharers, across = (*ctas, 1, 1)[:2]
+    together = sharers * across * split
+    tiling = Tiling(block_m, block_n, STEP_BYTES // ITEMSIZE, together, split, across)
     units = clusters(units, together)
     if split > 1:
         return cluster_k(product, tiling, units)

@@ -24,12 +24,17 @@ _MOST_DESCRIBED = 128  # sets of addresses whose tensor maps are kept
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor descriptor before it has an address."""
+    """A tensor descriptor before it has an address.
+
+    copied: what is copied at a time where Triton, whose tiles are powers of two, is told another
+        `block_shape`; kernels that take such a box copy it by assembly.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
     layout: Any
+    copied: tuple[int, ...] | None = None
 
     def at(self, base: Tensor) -> Any:
         lists = (list(x) for x in (self.shape, self.strides, self.block_shape))
@@ -145,7 +150,7 @@ class Launch:
         for i, (address, box) in enumerate(zip(addresses, self._boxes, strict=True)):
             found = self._maps.get((i, address))  # another thread may clear what it was in
             if found is None:
-                found = bare.tensor_map(i, address, box.shape, box.strides)
+                found = bare.tensor_map(i, address, box.shape, box.strides, box.copied)
                 self._maps[i, address] = found
             described += (found, *box.shape, *box.strides)
         self._described[addresses] = whole = (*described, *self._absent)
@@ -157,12 +162,14 @@ class Launch:
 
     def _run_through_triton(self, bases: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
         """The first call of a kind compiles, or finds what was compiled for another."""
+        own_boxes = any(box.copied for box in self._boxes)
+        later = self._cluster > 1 or own_boxes  # Triton's own launch would be another
         descriptors = self._descriptors(bases)
         compiled = _compiled.get(self._key)
         ran_before = compiled is not None
         if compiled is None:
             run = self._kernel[(self._ctas,)]
-            if self._cluster > 1 and self._index is not None:
+            if later and self._index is not None:
                 run = partial(self._kernel.run, grid=(self._ctas,), warmup=True)
             compiled = run(
                 *descriptors, *pointers, *self._numbers, **dict(self._constants), **self._options
@@ -170,10 +177,12 @@ class Launch:
             if compiled is None:  # the simulator compiles nothing
                 return
             _compiled[self._key] = compiled
-        if self._cluster > 1 or ran_before:
+        self._bare = bare_kernel(compiled, self._cluster)
+        if own_boxes:
+            self.at(tuple([x.data_ptr() for x in bases]), [x.data_ptr() for x in pointers])
+        elif self._cluster > 1 or ran_before:
             arguments = (*descriptors, *pointers, *self._tail)
             relaunch(compiled, self._ctas, arguments, self._cluster)
-        self._bare = bare_kernel(compiled, self._cluster)
 
 
 @cache

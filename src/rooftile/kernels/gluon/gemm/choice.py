@@ -52,7 +52,8 @@ def choose(
 ) -> tuple[AnyPlan, float]:
     """A plan and the seconds that it is predicted to take, copies included."""
     stream = choose_plan(
-        m, n, k, operands.itemsize, num_sms, batch_invariant, operands.rows, operands.plain
+        *(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.rows, operands.plain),
+        operands.bare and n * operands.itemsize % 16 == 0,
     )
     best: AnyPlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)

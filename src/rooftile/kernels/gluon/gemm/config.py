@@ -8,9 +8,11 @@ from typing import Any
 
 from rooftile.planning.stream_k import Tiling
 from rooftile.planning.stream_k_choice import CLUSTERED
+from rooftile.planning.tile_width import PIECE, is_odd
 
 SHARED_BYTES = 225 * 1024  # of one CTA, a little left for barriers
 CHUNK_BYTES = 128  # of a row, that are stored at a time
+MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Config:
     split_rows: the two consumer warpgroups share a tile's rows, else its columns.
     buffers: shared tiles for results of each warpgroup.
     sharers: CTAs, one below the other, that load the columns of their tiles together.
+    across: CTAs, side by side, that load the rows of their tiles together.
     split: CTAs that share a tile's steps along K.
     passing: operands, whose contiguous dimension must be k, are the first to leave the L2 cache.
     """
@@ -34,21 +37,22 @@ class Config:
     producer_registers: int = 24
     sharers: int = 1
     split: int = 1
+    across: int = 1
     passing: bool = False
 
     @property
     def cluster(self) -> int:
-        return self.sharers * self.split
+        return self.sharers * self.across * self.split
 
     @property
     def joined(self) -> bool:
         """Whether the ring is that of tile/cluster.py."""
-        return self.cluster > 1 or self.passing or self.rest > 0
+        return self.cluster > 1 or self.passing or self.is_odd
 
     @property
-    def rest(self) -> int:
-        """Columns beyond a power of two, which have an accumulator of their own."""
-        return self.block_n - (1 << (self.block_n.bit_length() - 1))
+    def is_odd(self) -> bool:
+        """Whether its columns are no power of two: see accumulator.py."""
+        return is_odd(self.block_n)
 
     @property
     def can_pass(self) -> bool:
@@ -68,10 +72,11 @@ class Config:
     def tiling(self, itemsize: int) -> Tiling:
         return Tiling(
             self.block_m * self.sharers,
-            self.block_n,
+            self.block_n * self.across,
             self.block_k(itemsize),
             self.cluster,
             self.split,
+            self.across,
         )
 
     @property
@@ -79,21 +84,36 @@ class Config:
         """Rows of a tile that one warpgroup multiplies."""
         return self.block_m // 2 if self.split_rows else self.block_m
 
+    @property
+    def stored_rows(self) -> int:
+        """Of these, that it stores at a time."""
+        return 64 if self.is_odd else self.rows
+
     def columns(self, gated: bool) -> int:
         """Columns of a result that one warpgroup stores."""
         return self.block_n // (1 if self.split_rows else 2) // (2 if gated else 1) // self.split
 
     def chunk(self, gated: bool, out_itemsize: int) -> int:
         """Columns that a warpgroup stores at a time."""
-        return min(self.rest or self.columns(gated), CHUNK_BYTES // out_itemsize)
+        most = min(self.columns(gated), CHUNK_BYTES // out_itemsize)
+        return 1 << (most.bit_length() - 1)
 
     def b_boxes(self, gated: bool, b_by_rows: bool) -> int:
-        """Boxes of the right operand in a step: a power of two of columns each."""
-        if self.rest:
-            return self.block_n // self.rest
+        """Boxes of the right operand in a step."""
         if gated:
             return 2 if self.split_rows else 4
         return 2 if b_by_rows and not self.split_rows else 1
+
+    @property
+    def odd_box(self) -> tuple[int, int] | None:
+        """The right operand's box where Triton has no name for it, elements of two bytes."""
+        return (self.block_n // self.sharers, self.block_k(2)) if self.is_odd else None
+
+    def b_columns(self, gated: bool, b_by_rows: bool) -> int:
+        """Of a box of the right operand, as Triton is told."""
+        if self.is_odd:
+            return PIECE
+        return self.block_n // self.b_boxes(gated, b_by_rows) // self.sharers
 
     @property
     def places(self) -> tuple[int, int]:
@@ -103,9 +123,8 @@ class Config:
 
     def shared_bytes(self, out_itemsize: int, gated: bool) -> int:
         operands = self.stages * (self.block_m + self.block_n) * self.block_bytes
-        return (
-            operands + 2 * self.buffers * self.rows * self.chunk(gated, out_itemsize) * out_itemsize
-        )
+        chunk = self.stored_rows * self.chunk(gated, out_itemsize) * out_itemsize
+        return operands + 2 * self.buffers * chunk
 
 
 LARGE = Config(128, 256, True, 4, 2)
@@ -153,9 +172,18 @@ SPLIT = tuple(
     )
     for sharers, split in CLUSTERED[tile[0], tile[1]]
 )
-# For operands of two bytes whose contiguous dimension is k, and no gate: a width that is no power of two.
-# Results have less room than either operand, since Triton puts larger ones first (`places`).
-PAIR_WIDE = _cluster(128, 192, True, 5, 1, 2, 1)
+
+
+def wide(tiling: Tiling) -> Config:
+    """Of a tiling of planning/tile_width.py, for operands of two bytes whose contiguous dimension is k, and
+    no gate: as many stages as there is room for beside a tile of results or two."""
+    rows, columns = tiling.cta_m, tiling.cta_n
+    config = _cluster(rows, columns, rows > 64, 1, 1, tiling.sharers, 1)
+    stage, results = (rows + columns) * 128, 2 * config.stored_rows * CHUNK_BYTES
+    # Results have less room than either operand, since Triton puts larger ones first (`places`).
+    stages = min((SHARED_BYTES - results) // stage, MOST_STAGES)
+    buffers = min((SHARED_BYTES - stages * stage) // results, 2)
+    return replace(config, stages=stages, buffers=buffers, across=tiling.across)
 
 
 def constants(
@@ -173,6 +201,7 @@ def constants(
     ahead: bool,
     streamed: bool,
     apart: bool,
+    transposed: bool = False,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `matmul_kernel`, in its order."""
     gated = activation.endswith("_and_mul")
@@ -200,7 +229,9 @@ def constants(
         ("apart", apart),
         ("sharers", config.sharers),
         ("split", config.split),
+        ("across", config.across),
         ("a_at", config.places[0]),
         ("b_at", config.places[1]),
         ("passing", config.passing),
+        ("transposed", transposed),
     )

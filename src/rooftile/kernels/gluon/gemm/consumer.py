@@ -4,12 +4,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.gemm.accumulator import add_step, first_columns, no_sums, settle
+from rooftile.kernels.gluon.gemm.accumulator import (
+    add_step,
+    columns_of_sums,
+    is_odd_width,
+    no_sums,
+    settle,
+)
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
 from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.cluster import join_cluster
-from rooftile.kernels.gluon.tile.mma import accumulator_layout
+from rooftile.kernels.gluon.tile.mma import GROUP_ROWS, accumulator_layout
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.triton_version import tma_store_wait
 
@@ -25,7 +31,7 @@ def multiply_on(
     for _ in range(first, last):
         ring.arrived(fill)
         acc = add_step(problem, ring, acc, fill, group, R, C)
-        acc = settle(acc, 1, C)
+        acc = settle(acc, 1, R, C)
         ring.release(previous)
         previous = fill
         fill = ring.after(fill)
@@ -51,6 +57,18 @@ def _store_one(
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _chunks(columns, width):
+    """Chunks that a tile is stored in."""
+    return -(-columns // width)
+
+
+@gluon.constexpr_function
+def _first_column(chunk, columns, width):
+    """Of a chunk; the last one ends with the tile, and stores some columns once more."""
+    return min(chunk * width, columns - width)
+
+
 @gluon.jit
 def _finish(
     problem, acc, others, out_desc, out_tiles, group: gl.constexpr, row0, column0,
@@ -58,22 +76,41 @@ def _finish(
     bits: gl.constexpr,
 ):  # fmt: skip
     """Stores a tile; streamed: after the parts of `others` have been added."""
-    first: gl.constexpr = first_columns(C)
-    if first < C:
-        rest: gl.constexpr = C - first
-        store_tile(
-            problem, acc[0], acc[0], others, out_desc, out_tiles, group, row0, column0, 0, R * C,
-            not streamed, R, first, buffers, bits,
-        )  # fmt: skip
-        store_tile(
-            problem, acc[1], acc[1], others, out_desc, out_tiles, group, row0, column0, first,
-            R * C, not streamed, R, rest, buffers, bits,
-        )  # fmt: skip
+    if is_odd_width(C):
+        width: gl.constexpr = out_desc.block_shape[0 if problem.transposed else 1]
+        rows: gl.constexpr = GROUP_ROWS
+        for block in gl.static_range(R // rows):
+            for i in gl.static_range(_chunks(C, width)):
+                x = columns_of_sums(acc, block * C + _first_column(i, C, width), width)
+                store_tile(
+                    problem, x, x, others, out_desc, out_tiles, group, row0 + block * rows, column0,
+                    _first_column(i, C, width), rows * C, not streamed, rows, width, buffers, bits,
+                )  # fmt: skip
     else:
         _store_one(
             problem, acc, others, out_desc, out_tiles, group, row0, column0, streamed, R, C,
             buffers, bits,
         )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _power_below(columns):
+    """The largest power of two that is no more."""
+    return 1 << (columns.bit_length() - 1)
+
+
+@gluon.jit
+def _write_columns(
+    problem, acc, cta, group: gl.constexpr, rows_left, first: gl.constexpr, R: gl.constexpr,
+    C: gl.constexpr, bits: gl.constexpr,
+):  # fmt: skip
+    """Writes columns from `first` on of this CTA's part of a tile, a power of two at a time."""
+    if first < C:
+        width: gl.constexpr = _power_below(C - first)
+        x = columns_of_sums(acc, first, width)
+        layout: gl.constexpr = accumulator_layout(width, bits)
+        store_part(problem, x, cta, group, rows_left, R * C, first, R, width, layout)
+        _write_columns(problem, acc, cta, group, rows_left, first + width, R, C, bits)
 
 
 @gluon.jit
@@ -82,14 +119,11 @@ def _write_part(
     bits: gl.constexpr,
 ):  # fmt: skip
     """Writes this CTA's part of a tile."""
-    first: gl.constexpr = first_columns(C)
-    layout: gl.constexpr = accumulator_layout(first, bits)
-    if first < C:
-        rest: gl.constexpr = C - first
-        right: gl.constexpr = accumulator_layout(rest, bits)
-        store_part(problem, acc[0], cta, group, rows_left, R * C, 0, R, first, layout)
-        store_part(problem, acc[1], cta, group, rows_left, R * C, first, R, rest, right)
+    if is_odd_width(C):
+        gl.static_assert(R == GROUP_ROWS)
+        _write_columns(problem, acc, cta, group, rows_left, 0, R, C, bits)
     else:
+        layout: gl.constexpr = accumulator_layout(C, bits)
         store_part(problem, acc, cta, group, rows_left, R * C, 0, R, C, layout)
 
 
@@ -120,7 +154,7 @@ def multiply_share(
         acc = no_sums(R, C, bits)
         ring.arrived(fill)
         acc = add_step(problem, ring, acc, fill, group, R, C, False)
-        acc = settle(acc, 1, C)
+        acc = settle(acc, 1, R, C)
         previous = fill
         fill = ring.after(fill)
         step = first + 1
@@ -138,12 +172,12 @@ def multiply_share(
         acc, previous, fill = multiply_on(
             problem, ring, acc, previous, fill, step, last, group, R, C
         )
-        acc = settle(acc, 0, C)
+        acc = settle(acc, 0, R, C)
         ring.release(previous)
 
         tile_m, tile_n = shares.corner(tile)
         row0 = (tile_m * problem.sharers + cta % problem.sharers) * problem.block_m
-        column0 = tile_n * out_block
+        column0 = (tile_n * problem.across + cta // problem.sharers % problem.across) * out_block
         if problem.split_rows:
             row0 += group * R
         else:
@@ -175,4 +209,7 @@ def multiply_share(
                 problem, acc, 0, out_desc, out_tiles, group, row0, column0, False, R, C, buffers,
                 bits,
             )  # fmt: skip
+    if is_odd_width(C):  # noqa: SIM102
+        if shares.num_tiles < 0:  # never
+            ring.keep()
     tma_store_wait(0)

@@ -54,8 +54,12 @@ def _before_activation(problem, x, rows, columns):
         )
         x = x * gl.expand_dims(by_row, 1) * gl.expand_dims(by_column, 0)
     if problem.has_bias:
-        bias = gl.load(problem.bias + columns, mask=inside, other=0.0).to(gl.float32)
-        x = x + gl.expand_dims(bias, 0)
+        if problem.transposed:
+            bias = gl.load(problem.bias + rows, mask=rows < problem.m, other=0.0).to(gl.float32)
+            x = x + gl.expand_dims(bias, 1)
+        else:
+            bias = gl.load(problem.bias + columns, mask=inside, other=0.0).to(gl.float32)
+            x = x + gl.expand_dims(bias, 0)
     return x
 
 
@@ -84,6 +88,11 @@ def _store_broken_rows(
 
 
 @gluon.constexpr_function
+def _parts_of(size, part):
+    return -(-size // part)
+
+
+@gluon.constexpr_function
 def _pending(chunks, buffers, first):
     """Stores that may still read their buffers when the next one is filled. A tile begins with the first
     buffer, so that where it has not as many chunks as make it end with the last, its first chunk
@@ -100,8 +109,10 @@ def _store_chunk(
     """One chunk of a result: what follows the product, and the store.
 
     value: what a gate multiplies (not used where there is none).
-    within: the chunk's first column in this warpgroup's part of a tile, which has `chunks` of them.
+    within: the chunk's first column in this warpgroup's part of a tile, which has `chunks` of them. The
+        last one may begin inside the one before.
     """
+    number: gl.constexpr = (within + C - 1) // C
     layout: gl.constexpr = accumulator_layout(C, bits)
     dtype: gl.constexpr = out_desc.dtype
     rows = row0 + gl.arange(0, R, rows_of(layout))
@@ -122,8 +133,14 @@ def _store_chunk(
         x = x + gl.load(at, mask=inside, other=0.0).to(gl.float32)
     if dtype != gl.float32:
         x = narrow(x, dtype)
-    if problem.out_unit == 0:
-        out = out_tiles.index(group * buffers + (within // C) % buffers)
+    if problem.transposed:
+        out = out_tiles.index(group * buffers + number % buffers)
+        tma_store_wait(_pending(chunks, buffers, within == 0))
+        out.store(x.permute((1, 0)))
+        fence_async_shared()
+        tma_store(out_desc, (column0 + within, row0), out)
+    elif problem.out_unit == 0:
+        out = out_tiles.index(group * buffers + number % buffers)
         tma_store_wait(_pending(chunks, buffers, within == 0))
         out.store(x)
         fence_async_shared()
@@ -143,7 +160,7 @@ def store_tile(
     within: x's first column in this warpgroup's part of a tile, of `size` elements.
     added: the parts have been added already.
     """
-    chunk: gl.constexpr = out_desc.block_shape[1]
+    chunk: gl.constexpr = out_desc.block_shape[0 if problem.transposed else 1]
     # As many columns at a time as registers allow, since every time waits for the memory.
     enough: gl.constexpr = (ELEMENTS // 2 if problem.gated else ELEMENTS) >= R * C
     if enough and not added:
@@ -175,7 +192,7 @@ def store_tile(
             within + half, size, done, R, half, buffers, bits,
         )  # fmt: skip
     else:
-        chunks: gl.constexpr = size // (R * C * (2 if problem.gated else 1))
+        chunks: gl.constexpr = _parts_of(size // (2 if problem.gated else 1), R * C)
         _store_chunk(
             problem, x, value, out_desc, out_tiles, group, row0, column0, within, chunks, R, C,
             buffers, bits,

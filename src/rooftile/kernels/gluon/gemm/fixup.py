@@ -75,7 +75,7 @@ def await_parts(problem, cta, others, group: gl.constexpr):
         nothing = i * 0
         flags = (
             problem.flags
-            + (cta - (1 + gl.minimum(i, others - 1)) * problem.sharers) * GROUPS
+            + (cta - (1 + gl.minimum(i, others - 1)) * (problem.sharers * problem.across)) * GROUPS
             + group
         )
         seen = gl.atomic_add(flags, nothing, mask=mine, sem="acquire", scope="gpu")
@@ -100,7 +100,7 @@ def add_parts(
     for i in range(0, others, together):
         parts = ()
         for j in gl.static_range(together):
-            slot = (cta - (1 + i + j) * problem.sharers) * GROUPS + group
+            slot = (cta - (1 + i + j) * (problem.sharers * problem.across)) * GROUPS + group
             at = _addresses(problem, slot, size, column0, R, C, layout)
             parts = parts + (gl.load(at, mask=inside & (i + j < others), other=0.0),)  # type: ignore  # noqa: RUF005
         for j in gl.static_range(together):
@@ -112,4 +112,6 @@ def add_parts(
 def give_back(problem, cta, others, group: gl.constexpr):
     """The parts of the `others` CTAs before this one have been read."""
     for i in range(others):
-        gl.store(problem.flags + (cta - (1 + i) * problem.sharers) * GROUPS + group, 0)
+        gl.store(
+            problem.flags + (cta - (1 + i) * (problem.sharers * problem.across)) * GROUPS + group, 0
+        )

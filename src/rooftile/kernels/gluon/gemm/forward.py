@@ -88,6 +88,8 @@ def matmul(
     copied = b is not given
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    if plan.transposed:
+        (a, a_by_rows), (b, b_by_rows) = (b.T, not b_by_rows), (a.T, not a_by_rows)
     if plan.apart:
         columns = -(-n // _PART_COLUMNS) * _PART_COLUMNS
         parts = torch.empty(
@@ -97,7 +99,7 @@ def matmul(
         add_parts(parts, out, None if bias is None else bias.contiguous(), residual, activation)
         return out
     _run(
-        plan, (a, a_by_rows), (b, b_by_rows), out, n, not copied, bias, residual,
+        plan, (a, a_by_rows), (b, b_by_rows), out, b.shape[1], not copied, bias, residual,
         (scale_a, scale_b), activation,
     )  # fmt: skip
     return out
@@ -206,12 +208,13 @@ def _launch(
     out_m = plan.group_ctas * plan.part_rows if plan.apart else m
     out_n = n // 2 if gated else n
     block_k = config.block_k(in_dtype.itemsize)
-    boxes = config.b_boxes(gated, b_layout[1])
-    out_box = (config.rows, config.chunk(gated, out_dtype.itemsize))
+    b_columns = config.b_columns(gated, b_layout[1])
+    out_box = (config.stored_rows, config.chunk(gated, out_dtype.itemsize))
     # Rows that the copy engine cannot address are stored by the warps, in the largest pieces that
     # rows consist of; its map is never used then.
     unit = gcd(out_stride * out_dtype.itemsize, _TMA_BYTES)
     addressable = unit == _TMA_BYTES
+    out_shape, turned = (out_m, out_n), plan.transposed
     kernel_constants = constants(
         config,
         itemsize=in_dtype.itemsize,
@@ -226,6 +229,7 @@ def _launch(
         ahead=at_rest,
         streamed=plan.stream_tiles > 0 and not plan.apart,
         apart=plan.apart,
+        transposed=turned,
     )
     return Launch(
         matmul_kernel,
@@ -233,15 +237,13 @@ def _launch(
         device,
         dtypes,
         (
-            _describe(in_dtype, (m, k), a_layout, (a_rows, block_k)),
-            _describe(
-                in_dtype, (k, n), b_layout, (block_k, config.block_n // boxes // config.sharers)
-            ),
+            _describe(in_dtype, (m, k), a_layout, (a_rows // config.across, block_k)),
+            _describe(in_dtype, (k, n), b_layout, (block_k, b_columns), config.odd_box),
             _describe(
                 out_dtype,
-                (out_m, out_n),
+                out_shape[::-1] if turned else out_shape,
                 (out_stride if addressable else LINE_BYTES, True),
-                out_box,
+                out_box[::-1] if turned else out_box,
             ),
         ),
         (
@@ -256,16 +258,20 @@ def _launch(
 
 
 def _describe(
-    dtype: torch.dtype, shape: tuple[int, int], layout: tuple[int, bool], box: tuple[int, int]
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    layout: tuple[int, bool],
+    box: tuple[int, int],
+    copied: tuple[int, int] | None = None,
 ) -> Box:
-    """A matrix by rows, or the transpose of one by columns."""
+    """A matrix by rows, or the transpose of one by columns; copied: see `Box`."""
     stride, by_rows = layout
     if not by_rows:
         shape, box = shape[::-1], box[::-1]
     # A dimension of size 1 is never stepped over, so any legal stride will do.
     stride = stride if shape[0] > 1 else 16 * shape[1]
     shared = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
-    return Box(shape, (stride, 1), box, shared)
+    return Box(shape, (stride, 1), box, shared, copied)
 
 
 def _operands(a: Tensor, b: Tensor) -> tuple[tuple[Tensor, bool], tuple[Tensor, bool]]:

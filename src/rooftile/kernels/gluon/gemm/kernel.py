@@ -66,7 +66,7 @@ def _multiply(
 def matmul_kernel(
     a_desc,  # boxes [a_rows, block_k], or [block_k, block_m] where m is contiguous
     b_desc,  # boxes [box_columns, block_k], or [block_k, box_columns] where n is contiguous
-    out_desc,  # boxes [rows of a warpgroup, columns of a chunk]
+    out_desc,  # boxes [rows of a warpgroup, columns of a chunk], or the other way round
     out,  # pointers and numbers: see Problem and Shares
     bias,
     residual,
@@ -122,12 +122,15 @@ def matmul_kernel(
     apart: gl.constexpr,
     sharers: gl.constexpr,
     split: gl.constexpr,
+    across: gl.constexpr,
     a_at: gl.constexpr,
     b_at: gl.constexpr,
     passing: gl.constexpr,
+    transposed: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
-    joined: gl.constexpr = sharers * split > 1 or passing or is_odd_width(block_n)
+    cluster: gl.constexpr = sharers * across * split
+    joined: gl.constexpr = cluster > 1 or passing or is_odd_width(block_n)
     let_dependents_start()
     prefetch_maps("matmul_kernel", (0, 5, 10))
     problem = Problem(
@@ -158,8 +161,10 @@ def matmul_kernel(
         has_scales,
         ahead,
         sharers,
+        across,
         split,
-        joined,
+        cluster > 1,
+        transposed,
         out_unit,
     )
     shares = Shares(
@@ -174,16 +179,18 @@ def matmul_kernel(
         group_steps,
         streamed,
         apart,
-        sharers * split,
+        cluster,
         split,
     )
     if joined:
         ring = new_cluster_ring(
             a_desc,
             b_desc,
+            block_n,
             stages,
             sharers,
-            sharers * split,
+            across,
+            cluster,
             GROUPS,
             "matmul_kernel",
             0,
@@ -191,7 +198,6 @@ def matmul_kernel(
             a_at,
             b_at,
             passing,
-            b_boxes,
         )
     else:
         ring = new_operand_ring(
@@ -214,6 +220,7 @@ def matmul_kernel(
         # All warps join the cluster, so there are as many as the launch has: no role of one warp.
         gl.warp_specialize(
             [
+                (load_operands_together, (problem, shares, ring)),
                 (
                     _multiply,
                     (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),
@@ -222,10 +229,9 @@ def matmul_kernel(
                     _multiply,
                     (problem, shares, ring, out_desc, out_tiles, gl.constexpr(1), buffers),
                 ),
-                (load_operands_together, (problem, shares, ring)),
             ],
             [4, 4],
-            [consumer_registers, producer_registers],
+            [consumer_registers, consumer_registers],
         )
     else:
         gl.warp_specialize(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import sqrt
 
-from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIR_WIDE, PAIRS, QUADS, SPLIT, Config
+from rooftile.kernels.gluon.gemm.config import CONFIGS, PAIRS, QUADS, SPLIT, Config, wide
 from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
-from rooftile.planning.stream_k import Decomposition, Product, data_parallel
-from rooftile.planning.stream_k_choice import FEW_ROWS, choose, tilings_for
+from rooftile.planning.stream_k import Decomposition, Product, Tiling, data_parallel
+from rooftile.planning.stream_k_choice import FEW_ROWS, choose
 from rooftile.planning.stream_k_cost import WHOLE_LINES, is_apart, is_passing, predict
 
 _CONFIGS = {
-    itemsize: {x.tiling(itemsize): x for x in (*CONFIGS, *PAIRS, PAIR_WIDE, *QUADS, *SPLIT)}
+    itemsize: {x.tiling(itemsize): x for x in CONFIGS + PAIRS + QUADS + SPLIT}
     for itemsize in (1, 2)
 }
+
+
+@cache
+def config_of(tiling: Tiling, itemsize: int) -> Config:
+    """How the tiles of a decomposition are computed."""
+    return wide(tiling) if tiling.is_wide else _CONFIGS[itemsize][tiling]
 
 
 @dataclass(frozen=True, eq=False)  # one object for each call of its kind: hashed by identity
@@ -27,6 +33,9 @@ class Plan:
     band: rows of tiles that are walked together.
     apart: parts of tiles are stored by themselves and added by another launch (sums.py).
     seconds: that it is predicted to take.
+    transposed: m and n are those of the other way round: b's columns are its rows, and what it computes
+        is stored transposed. For results whose rows are multiples of 16 bytes, tiles whose warpgroups
+        have 64 rows, and no more than a bias after the product.
     """
 
     config: Config
@@ -41,6 +50,7 @@ class Plan:
     band: int
     apart: bool = False
     seconds: float = 0.0
+    transposed: bool = False
 
     def a_rows(self, by_rows: bool) -> int:
         """Rows of a's box. The copy engine takes as long for rows beyond the matrix as for others,
@@ -112,6 +122,7 @@ def choose_plan(
     batch_invariant: bool = False,
     rows: tuple[int, int] = WHOLE_LINES,
     in_pairs: bool = False,
+    turnable: bool = False,
 ) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
@@ -119,9 +130,9 @@ def choose_plan(
         64 rows.
     rows: bytes that rows of a and of b are multiples of, a line of the cache at most.
     in_pairs: k is the contiguous dimension of both operands, so CTAs may load columns together.
+    turnable: the result may be stored transposed: see `Plan`.
     """
     machine = replace(H200, units=num_sms)
-    known = _CONFIGS[itemsize]
     if batch_invariant:
         few = [x for x in CONFIGS if x.block_m == FEW_ROWS]
         whole = [data_parallel(Product(FEW_ROWS, n, k), x.tiling(itemsize), num_sms) for x in few]
@@ -131,9 +142,9 @@ def choose_plan(
         return plan_of(config, found, predict(found, machine, itemsize, rows))
     product = Product(m, n, k)
     plain = in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0
-    best = choose(product, machine, itemsize, tilings_for(product, itemsize, plain), rows, plain)
+    best = choose(product, machine, itemsize, None, rows, plain, turnable and plain)
     found = best.decomposition
-    config = known[found.tiling]
+    config = config_of(found.tiling, itemsize)
     if plain and config.can_pass and is_passing(found, itemsize, rows):
         config = config.passing_on
-    return plan_of(config, found, best.seconds)
+    return replace(plan_of(config, found, best.seconds), transposed=best.transposed)

@@ -39,6 +39,8 @@ class Problem:
     has_scales: gl.constexpr
     ahead: gl.constexpr  # b is weights at rest: kernels/weights_at_rest.py
     sharers: gl.constexpr  # CTAs, one below the other, that load a tile's columns together
+    across: gl.constexpr  # CTAs, side by side, that load a tile's rows together
     split: gl.constexpr  # CTAs of a cluster that share a tile's steps: cluster_sum.py
-    joined: gl.constexpr  # all warps of a cluster meet: the ring is that of tile/cluster.py
+    joined: gl.constexpr  # all warps of a cluster meet
+    transposed: gl.constexpr  # columns of a tile are rows of the result
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

@@ -69,29 +69,40 @@ def load_operands(problem, shares, ring, a_desc, b_desc):
 
 @gluon.jit
 def load_operands_together(problem, shares, ring):
-    """The same by the CTAs of a cluster, of operands whose contiguous dimension is k."""
-    join_cluster()
+    """The same by the CTAs of a cluster, of operands whose contiguous dimension is k.
+
+    What is to be loaded first is known before others are waited for.
+    """
     fill = first_fill()
-    await_kernels_before()
     rank = gl.program_id(0) % problem.sharers
+    beside = gl.program_id(0) // problem.sharers % problem.across
     if problem.split > 1:
         tile, first, last = shares.part_of_cluster()
         tile_m, tile_n = shares.corner(tile)
         row0 = (tile_m * problem.sharers + rank) * problem.block_m
         column0 = tile_n * problem.block_n
+        join_cluster()
+        await_kernels_before()
         for i in range(first, last):
             ring.acquire(fill)
             ring.load(fill, row0, column0, i * problem.block_k)
             fill = ring.after(fill)
     else:
         begin, end, whole = shares.first()
-        while (end > begin) | (whole < shares.num_tiles):
-            tile, first, last, end, whole = shares.take(begin, end, whole)
-            tile_m, tile_n = shares.corner(tile)
+        more = (end > begin) | (whole < shares.num_tiles)
+        tile, first, last, end, whole = shares.take(begin, end, whole)
+        tile_m, tile_n = shares.corner(tile)
+        if problem.joined:
+            join_cluster()
+        await_kernels_before()
+        while more:
             row0 = (tile_m * problem.sharers + rank) * problem.block_m
-            column0 = tile_n * problem.block_n
+            column0 = (tile_n * problem.across + beside) * problem.block_n
             for i in range(first, last):
                 ring.acquire(fill)
                 ring.load(fill, row0, column0, i * problem.block_k)
                 fill = ring.after(fill)
+            more = (end > begin) | (whole < shares.num_tiles)
+            tile, first, last, end, whole = shares.take(begin, end, whole)
+            tile_m, tile_n = shares.corner(tile)
     ring.drain(fill)

@@ -34,39 +34,36 @@ _BARRIER_BYTES = 1024  # as much as keeps what Triton puts after it where swizzl
 
 @gluon.constexpr_function
 def _start_asm(stages, arrivals, consumers, parts):
-    """Address of the barriers, which thread 0 has initialised."""
+    """Address of the barriers, which are initialised: a few by each of four warps, since the threads of
+    one take turns."""
     lines = [
         f".shared .align {_BARRIER_BYTES} .b8 cluster_barriers[{_BARRIER_BYTES}];",
         "mov.u32 $0, cluster_barriers;",
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x;",
-        "setp.eq.u32 first, thread, 0;",
+        "{ .reg .pred mine; .reg .b32 thread, stage, at; mov.u32 thread, %tid.x;",
+        "and.b32 stage, thread, 31; shl.b32 stage, stage, 2; shr.u32 at, thread, 5;",
+        f"add.u32 stage, stage, at; setp.lt.u32 mine, stage, {stages};",
+        "shl.b32 at, stage, 3; add.u32 at, at, $0;",
+        "@mine mbarrier.init.shared::cta.b64 [at], 1;",
+        f"@mine mbarrier.init.shared::cta.b64 [at+256], {arrivals};",
     ]
-    for i in range(stages):
-        lines += [
-            f"@first mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;",
-            f"@first mbarrier.init.shared::cta.b64 [$0+{256 + 8 * i}], {arrivals};",
-        ]
-    # Those of cluster_sum.py.
-    lines += [f"@first mbarrier.init.shared::cta.b64 [$0+512], {consumers * parts};"]
-    for i in range(consumers):
-        lines += [f"@first mbarrier.init.shared::cta.b64 [$0+{520 + 8 * i}], 1;"]
+    if parts > 1:  # those of cluster_sum.py
+        lines += ["setp.eq.u32 mine, thread, 0;"]
+        lines += [f"@mine mbarrier.init.shared::cta.b64 [$0+512], {consumers * parts};"]
+        for i in range(consumers):
+            lines += [f"@mine mbarrier.init.shared::cta.b64 [$0+{520 + 8 * i}], 1;"]
     lines += ["fence.mbarrier_init.release.cluster; }"]
     return " ".join(lines)
 
 
 @gluon.constexpr_function
-def _load_asm(kernel, a_map, b_map, size, sharers, passing, boxes, box_rows, box_bytes):
-    """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7: bits of
-    the CTAs that get the columns, which are so many boxes, one after the other."""
+def _load_asm(kernel, a_map, b_map, size, sharers, across, passing):
+    """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7, $8: bits of
+    the CTAs that get the columns, and the rows."""
     copy = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     hint, policy = (".L2::cache_hint", ", policy") if passing else ("", "")
-    copy_b, targets = (f"{copy}.multicast::cluster", ", all") if sharers > 1 else (copy, "")
-    # The first box is $3 and $6 themselves.
-    rest_of_b = [
-        f"add.u32 column, $6, {i * box_rows}; "
-        f"@mine {copy_b}{hint} [$3+{i * box_bytes}], [map, {{$4, column}}], [$1]{targets}{policy};"
-        for i in range(1, boxes)
-    ]
+    together = f"{copy}.multicast::cluster"
+    copy_a, a_targets = (together, ", beside") if across > 1 else (copy, "")
+    copy_b, targets = (together, ", all") if sharers > 1 else (copy, "")
     return " ".join(
         [
             "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map;",
@@ -77,12 +74,12 @@ def _load_asm(kernel, a_map, b_map, size, sharers, passing, boxes, box_rows, box
             else "",
             f"@mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};",
             f"mov.b64 map, {kernel}_param_{a_map}; cvta.param.u64 map, map;",
-            f"@mine {copy}{hint} [$2], [map, {{$4, $5}}], [$1]{policy};",
+            "{ .reg .b16 all, beside;",
+            "cvt.u16.u32 beside, $8;" if across > 1 else "",
+            f"@mine {copy_a}{hint} [$2], [map, {{$4, $5}}], [$1]{a_targets}{policy};",
             f"mov.b64 map, {kernel}_param_{b_map}; cvta.param.u64 map, map;",
-            "{ .reg .b16 all; .reg .b32 column;",
             "cvt.u16.u32 all, $7;" if sharers > 1 else "",
             f"@mine {copy_b}{hint} [$3], [map, {{$4, $6}}], [$1]{targets}{policy};",
-            *rest_of_b,
             "} } mov.b32 $0, $4;",
         ]
     )
@@ -96,6 +93,12 @@ _JOIN_ASM = gl.constexpr(
     "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
 )
 _BASE_ASM = gl.constexpr("mov.b32 $0, global_smem;")
+
+
+@gluon.constexpr_function
+def _every(count, step):
+    """Bits 0, step, 2 step, ..."""
+    return sum(1 << (i * step) for i in range(count))
 
 
 @gluon.constexpr_function
@@ -138,11 +141,14 @@ class ClusterRing:
     """Stages with their barriers; see the module for its use."""
 
     a_tiles: gl.shared_memory_descriptor  # [stages, rows, block_k]
-    b_tiles: gl.shared_memory_descriptor  # [stages * pieces, columns of a piece, block_k]
+    b_tiles: (
+        gl.shared_memory_descriptor
+    )  # [stages, columns, block_k], or [stages * pieces, 8, block_k]
     barriers: gl.tensor  # their address, the first one of full stages
     tiles: gl.tensor  # address that Triton counts from
     stages: gl.constexpr
     sharers: gl.constexpr  # CTAs that load columns together
+    across: gl.constexpr  # CTAs that load rows together
     cluster: gl.constexpr  # CTAs of a cluster, a multiple
     kernel: gl.constexpr  # name of the kernel that has the maps
     a_map: gl.constexpr  # numbers of its parameters
@@ -150,7 +156,8 @@ class ClusterRing:
     a_at: gl.constexpr  # bytes from `tiles` on
     b_at: gl.constexpr
     passing: gl.constexpr  # lines of operands are the first to leave the L2 cache
-    pieces: gl.constexpr  # of a power of two of columns each, that a stage of the right operand has
+    columns: gl.constexpr  # of a stage of the right operand
+    row_bytes: gl.constexpr  # of a stage
 
     @gluon.jit
     def after(self, at):
@@ -169,34 +176,43 @@ class ClusterRing:
         wait_at(self.barriers + EMPTY + at.stage * 8, at.phase ^ 1)
 
     @gluon.jit
+    def keep(self):
+        """Refers to the tiles, where nothing but assembly does, so that Triton has room for them."""
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        depth: gl.constexpr = self.a_tiles.shape[2]
+        nothing = gl.zeros([8, depth], self.a_tiles.dtype, layout)
+        self.a_tiles.index(0).slice(0, 8, 0).store(nothing)
+        self.b_tiles.index(0).slice(0, 8, 0).store(nothing)
+
+    @gluon.jit
+    def place_of_a(self, at):
+        """Address of the left operand of this fill."""
+        return self.tiles + self.a_at + at.stage * (self.a_tiles.shape[1] * self.row_bytes)
+
+    @gluon.jit
+    def place_of_b(self, at):
+        """Address of the right operand of this fill."""
+        return self.tiles + self.b_at + at.stage * (self.columns * self.row_bytes)
+
+    @gluon.jit
     def load(self, at, row, column, k0):
         """Producer: starts the copies of this CTA's rows, and of its half of the columns to all."""
         rank = gl.program_id(0) % self.sharers
         all_of_them = ((1 << self.sharers) - 1) << self.first_sharer()
-        columns: gl.constexpr = self.b_tiles.shape[1] * self.pieces
-        a_bytes: gl.constexpr = (
-            self.a_tiles.shape[1] * self.a_tiles.shape[2] * self.a_tiles.dtype.itemsize
-        )
-        b_bytes: gl.constexpr = columns * self.b_tiles.shape[2] * self.b_tiles.dtype.itemsize
-        half: gl.constexpr = columns // self.sharers
+        half: gl.constexpr = self.columns // self.sharers
+        beside = gl.program_id(0) // self.sharers % self.across
+        those_beside = _every(self.across, self.sharers) << rank
+        rows: gl.constexpr = self.a_tiles.shape[1] // self.across
+        size: gl.constexpr = (self.a_tiles.shape[1] + self.columns) * self.row_bytes
         full = self.barriers + at.stage * 8
-        a = self.tiles + self.a_at + at.stage * a_bytes
-        b = self.tiles + self.b_at + at.stage * b_bytes + rank * (b_bytes // self.sharers)
-        box: gl.constexpr = half // self.pieces
+        a = self.place_of_a(at) + beside * (rows * self.row_bytes)
+        b = self.place_of_b(at) + rank * (half * self.row_bytes)
         gl.inline_asm_elementwise(
             _load_asm(
-                self.kernel,
-                self.a_map,
-                self.b_map,
-                a_bytes + b_bytes,
-                self.sharers,
-                self.passing,
-                self.pieces,
-                box,
-                b_bytes // columns * box,
+                self.kernel, self.a_map, self.b_map, size, self.sharers, self.across, self.passing
             ),
-            "=r,r,r,r,r,r,r,r",
-            [full, a, b, k0, row, column + rank * half, all_of_them],
+            "=r,r,r,r,r,r,r,r,r",
+            [full, a, b, k0, row + beside * rows, column + rank * half, all_of_them, those_beside],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
@@ -221,32 +237,26 @@ class ClusterRing:
 
     @gluon.jit
     def whole_b(self, at):
-        """The right operand of this fill, where it is one piece."""
+        """The right operand of this fill, where its columns are a power of two."""
         return self.b_tiles.index(at.stage)
-
-    @gluon.jit
-    def columns_of_b(self, at, first: gl.constexpr, columns: gl.constexpr):
-        """Columns first .. first + columns - 1 of the right operand, whole pieces of it."""
-        piece: gl.constexpr = self.b_tiles.shape[1]
-        tile = self.b_tiles.index(at.stage * self.pieces + first // piece)
-        if columns == piece:
-            return tile
-        else:  # pieces lie side by side
-            shape: gl.constexpr = (columns, self.b_tiles.shape[2])
-            return tile._reinterpret(self.b_tiles.dtype, shape, self.b_tiles.layout)
 
     @gluon.jit
     def release(self, at):
         """Consumer: this fill will not be read again."""
-        arrive_there(self.barriers + EMPTY + at.stage * 8, self.first_sharer(), self.sharers, 1)
+        empty = self.barriers + EMPTY + at.stage * 8
+        arrive_there(empty, self.first_sharer(), self.sharers, 1)
+        if self.across > 1:  # which says so to this CTA once more
+            arrive_there(empty, gl.program_id(0) % self.sharers, self.across, self.sharers)
 
 
 @gluon.jit
 def new_cluster_ring(
     a_desc,
-    b_desc,  # boxes of a sharer's columns, of one piece
+    b_desc,  # boxes of a sharer's columns, or of eight where they are no power of two
+    columns: gl.constexpr,
     stages: gl.constexpr,
     sharers: gl.constexpr,
+    across: gl.constexpr,
     cluster: gl.constexpr,
     consumers: gl.constexpr,  # of a CTA
     kernel: gl.constexpr,
@@ -255,18 +265,19 @@ def new_cluster_ring(
     a_at: gl.constexpr,
     b_at: gl.constexpr,
     passing: gl.constexpr,
-    pieces: gl.constexpr = 1,
 ):
     """Allocates the ring and initialises its barriers; `join_cluster` must follow in every role."""
-    rows: gl.constexpr = a_desc.block_shape[0]
-    columns: gl.constexpr = b_desc.block_shape[0] * sharers
+    rows: gl.constexpr = a_desc.block_shape[0] * across
+    releases: gl.constexpr = consumers * (sharers + (across if across > 1 else 0))
+    parts: gl.constexpr = cluster // (sharers * across)
     depth: gl.constexpr = a_desc.block_shape[1]
+    # Where a stage's columns are no power of two, it is several of Triton's tiles, side by side.
+    tile: gl.constexpr = columns if columns & (columns - 1) == 0 else b_desc.block_shape[0]
+    pieces: gl.constexpr = columns // tile
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [stages, rows, depth], a_desc.layout)
-    b_tiles = gl.allocate_shared_memory(
-        b_desc.dtype, [stages * pieces, columns, depth], b_desc.layout
-    )
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [stages * pieces, tile, depth], b_desc.layout)
     barriers = gl.inline_asm_elementwise(
-        _start_asm(stages, consumers * sharers, consumers, cluster // sharers), "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        _start_asm(stages, releases, consumers, parts), "=r,r", [gl.program_id(0)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     tiles = gl.inline_asm_elementwise(
@@ -279,6 +290,7 @@ def new_cluster_ring(
         tiles,
         stages,
         sharers,
+        across,
         cluster,
         kernel,
         a_map,
@@ -286,5 +298,6 @@ def new_cluster_ring(
         a_at,
         b_at,
         passing,
-        pieces,
+        columns,
+        depth * a_desc.dtype.itemsize,
     )
