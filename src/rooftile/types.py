@@ -36,6 +36,11 @@ class PrefixGroups:
     Group g is requests first[g] to first[g + 1] - 1; together the groups are the whole batch, a
     request that shares nothing being a group of its own, of shared length 0. The number of groups is
     a capacity: groups without requests are allowed at the end.
+
+    Fields:
+        first: [groups + 1] int32, from 0 to batch
+        lens: [groups] int32, keys that all members share: whole pages, before any query
+        max_len: upper bound, known on the host
     """
 
     first: Tensor  # [groups + 1] int32, from 0 to batch
@@ -49,6 +54,11 @@ class PagedBatch:
 
     `max_q_len` and `max_kv_len` are host-side upper bounds, so no operator has to wait for a
     device value; the lengths themselves stay on the device.
+
+    Fields:
+        cu_seqlens_q: [batch + 1] int32, cumulative query lengths
+        kv_lens: [batch] int32, tokens of KV per request, this step's tokens included
+        page_table: [batch, max_pages] int32, entries past a request's last page are ignored
     """
 
     cu_seqlens_q: Tensor  # [batch + 1] int32, cumulative query lengths
@@ -106,6 +116,9 @@ class AttentionPlan:
 
     Made by `plan_paged_attention`, valid until lengths change. `split` is `None`, and the buffer
     empty, where the kernel follows no plan.
+
+    Fields:
+        buffer: int32, as planning/split_kv.py lays it out
     """
 
     kernel: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 
 from rooftile.cli.main import app
@@ -17,7 +18,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page} {number}")
-    for page in ("dual_chunk.md", "differential.md", "paged_attention.md")
+    for page in ("dual_chunk.md", "differential.md", "paged_attention.md", "operators.md")
     for number, code in enumerate(
         re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     )
@@ -44,6 +45,24 @@ def test_examples_run(code: str) -> None:
     if "llm" in names:
         assert len(names["output"].outputs[0].token_ids) == 8
         assert names["llm"].stats().kv.in_use == 0
+    elif "ends_q" in names:
+        assert names["out"].shape == names["q"].grad.shape == (10, 8, 64)
+    elif "merged" in names:
+        torch.testing.assert_close(names["merged"], names["whole"][0])
+    elif "packed" in names:
+        torch.testing.assert_close(names["h"], names["same"])
+        assert names["y"].shape == (5, 64)
+        assert names["error"] < 0.05
+    elif "experts" in names:
+        assert names["out"].shape == (6, 8)
+        torch.testing.assert_close(names["out"][0], names["experts"][0] @ names["rows"][0])
+    elif "stream" in names:
+        assert names["stream"].equal(names["x"] + names["residual"])
+        assert names["q"].shape == (5, 2, 64)
+    elif "drawn" in names:
+        assert names["drawn"].token_ids[0] == names["ids"][0, 0]
+        assert names["drawn"].token_ids.shape == (3,)
+        assert names["likeliest"].shape == (3, 5)
     elif "lam" in names:
         assert names["lam"].grad.shape == (8,)
         assert names["second_version"].shape == names["out"].shape == (1, 50, 8, 64)

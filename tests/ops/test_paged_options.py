@@ -127,3 +127,29 @@ SPEC = SplitSpec(1, 2, 3, 4, 5, 6, -1, 0, 64, (16, 128), (7, 8), 9, 10, 2, 11)
 def test_a_spec_passes_as_numbers() -> None:
     assert SplitSpec.from_numbers(SPEC.numbers) == SPEC
     assert all(isinstance(number, int) for number in SPEC.numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["cpu", "torch", "reference"])
+def test_pages_with_tokens_before_heads_are_a_view(kernel: str, dtype: torch.dtype) -> None:
+    """As other libraries keep them: [pages, page_size, heads, dim], transposed, written and read."""
+    g = torch.Generator().manual_seed(0)
+    theirs = [torch.full((5, 4, 2, 32), torch.nan, dtype=dtype) for _ in range(2)]
+    ours = [torch.full((5, 2, 4, 32), torch.nan, dtype=dtype) for _ in range(2)]
+    views = [pages.transpose(1, 2) for pages in theirs]
+    new = [torch.randn(6, 2, 32, generator=g).to(dtype) for _ in range(2)]
+    slots = torch.tensor([12, 13, 14, 15, 4, 5])
+    for pool in (views, ours):
+        append_kv(*new, *pool, slots)
+    batch = PagedBatch(
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([6], dtype=torch.int32),
+        torch.tensor([[3, 1]], dtype=torch.int32),
+        *(2, 6),
+    )
+    q = torch.randn(2, 4, 32, generator=g).to(dtype)
+    for view, pages in zip(views, ours, strict=True):
+        torch.testing.assert_close(view, pages, rtol=0, atol=0, equal_nan=True)
+    results = [paged_attention(q, *pool, batch, kernel=kernel) for pool in (views, ours)]
+    torch.testing.assert_close(results[0], results[1])
+    assert results[0].isfinite().all()

@@ -57,6 +57,17 @@ def append_kv(
     the slots. Slots of one call must differ, except -1. Pages may be torch.float8_e4m3fn: they
     then get k / k_scale[head] and v / v_scale[head], cut to +-448.
 
+    Args:
+        k: [tokens, heads, k_dim]
+        v: [tokens, heads, v_dim]
+        k_pages: [num_pages, heads, page_size, k_dim]
+        v_pages: [num_pages, heads, page_size, v_dim]
+        slots: [tokens] int64 or int32
+        positions: [tokens] int64 or int32
+        cos_sin: [max_position, 2, rotary_dim / 2] float32
+        k_scale: [heads] float32
+        v_scale: [heads] float32
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; and, where the contents
             are checked (on a CPU, or with ROOFTILE_CHECK=1), slots outside the pages, repeated

@@ -62,6 +62,13 @@ def attention(
     `score_mod` and `mask_mod`, made by the functions of these names, change scores after the soft
     cap and visibility before the softmax. Gradients with them come from the torch reference.
 
+    Args:
+        q: [batch, q_len, num_q_heads, k_dim]
+        k: [batch, kv_len, num_kv_heads, k_dim]
+        v: [batch, kv_len, num_kv_heads, v_dim]
+        sink: [num_q_heads]
+        alibi_slopes: [num_q_heads]
+
     Returns:
         out [batch, q_len, num_q_heads, v_dim] in q's dtype; with `return_lse` also lse
         [batch, q_len, num_q_heads], natural logarithm, float32 (float64 for float64 inputs).
@@ -134,6 +141,15 @@ def attention_varlen(
     begin with 0 and never decrease. `max_q_len` and `max_kv_len` are upper bounds of the lengths,
     known on the host (default: all tokens). Tokens after the last sequence are padding: they are
     not read, and their output is 0 with lse -inf.
+
+    Args:
+        q: [tokens_q, num_q_heads, k_dim]
+        k: [tokens_k, num_kv_heads, k_dim]
+        v: [tokens_k, num_kv_heads, v_dim]
+        cu_seqlens_q: [batch + 1] int32 or int64
+        cu_seqlens_k: [batch + 1] int32 or int64
+        sink: [num_q_heads]
+        alibi_slopes: [num_q_heads]
 
     Returns:
         out [tokens_q, num_q_heads, v_dim]; with `return_lse` also lse [tokens_q, num_q_heads].

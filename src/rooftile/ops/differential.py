@@ -75,6 +75,14 @@ def differential_attention(
     are interleaved (0 and 1 a pair) are q[..., 0::2, :] and q[..., 1::2, :], views both.
     Differentiable in every tensor, through both lse too.
 
+    Args:
+        q1: [batch, q_len, num_q_pairs, k_dim]
+        k1: [batch, kv_len, num_kv_pairs, k_dim]
+        q2: the shape of q1
+        k2: the shape of k1; None: k1
+        v: [batch, kv_len, num_kv_pairs, v_dim]
+        lam: a number, [num_q_pairs], or [batch, q_len, num_q_pairs]
+
     Returns:
         out [batch, q_len, num_q_pairs, v_dim] in q1's dtype; with `return_lse` also lse1 and lse2
         [batch, q_len, num_q_pairs], natural logarithm, float32 (float64 for float64 inputs).
@@ -119,6 +127,16 @@ def differential_attention_varlen(
 
     Lengths, maxima and padding are as in `attention_varlen`. Differentiable.
 
+    Args:
+        q1: [tokens_q, num_q_pairs, k_dim]
+        k1: [tokens_k, num_kv_pairs, k_dim]
+        q2: the shape of q1
+        k2: the shape of k1; None: k1
+        v: [tokens_k, num_kv_pairs, v_dim]
+        lam: a number, [num_q_pairs], or [tokens_q, num_q_pairs]
+        cu_seqlens_q: [batch + 1] int32 or int64
+        cu_seqlens_k: [batch + 1] int32 or int64
+
     Returns:
         out [tokens_q, num_q_pairs, v_dim]; with `return_lse` also lse1 and lse2
         [tokens_q, num_q_pairs].
@@ -160,6 +178,13 @@ def paged_differential_attention(
 
     A slot holds both keys of a pair, k1 then k2, so that a page is read once for both softmaxes;
     where it holds k_dim numbers, both queries meet the same key. Not differentiable.
+
+    Args:
+        q1: [tokens, num_q_pairs, k_dim]
+        q2: the shape of q1
+        k_pages: [num_pages, num_kv_pairs, page_size, 2 * k_dim], or k_dim
+        v_pages: [num_pages, num_kv_pairs, page_size, v_dim]
+        lam: a number, [num_q_pairs], or [tokens, num_q_pairs]
 
     Returns:
         out [tokens, num_q_pairs, v_dim]; with `return_lse` also lse1 and lse2 [tokens, num_q_pairs].

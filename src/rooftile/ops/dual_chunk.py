@@ -59,6 +59,13 @@ def dual_chunk_attention(
     keys come rotated (`dual_chunk_rotary_embedding`; keys at positions j mod L). `softcap`,
     `softmax_scale`, the results and their dtypes are those of `attention`.
 
+    Args:
+        q_intra: [batch, q_len, num_q_heads, k_dim]
+        q_succ: the same shape
+        q_inter: the same shape
+        k: [batch, kv_len, num_kv_heads, k_dim]
+        v: [batch, kv_len, num_kv_heads, v_dim]
+
     Returns:
         out [batch, q_len, num_q_heads, v_dim]; with `return_lse` also lse [batch, q_len, num_q_heads].
 
@@ -106,6 +113,15 @@ def dual_chunk_attention_varlen(
 
     Lengths, maxima and padding are as in `attention_varlen`; chunks begin anew in each sequence.
 
+    Args:
+        q_intra: [tokens_q, num_q_heads, k_dim]
+        q_succ: the same shape
+        q_inter: the same shape
+        k: [tokens_k, num_kv_heads, k_dim]
+        v: [tokens_k, num_kv_heads, v_dim]
+        cu_seqlens_q: [batch + 1] int32 or int64
+        cu_seqlens_k: [batch + 1] int32 or int64
+
     Returns:
         out [tokens_q, num_q_heads, v_dim]; with `return_lse` also lse [tokens_q, num_q_heads].
 
@@ -148,6 +164,13 @@ def paged_dual_chunk_attention(
 
     Results depend neither on the page size nor on how a request's tokens are split into steps:
     chunks are counted from the request's first key.
+
+    Args:
+        q_intra: [tokens, num_q_heads, k_dim]
+        q_succ: the same shape
+        q_inter: the same shape
+        k_pages: [num_pages, num_kv_heads, page_size, k_dim]
+        v_pages: [num_pages, num_kv_heads, page_size, v_dim]
 
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].

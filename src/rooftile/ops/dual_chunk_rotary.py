@@ -165,6 +165,12 @@ def dual_chunk_rotary_embedding(
     multiplied by max(1, 0.1 ln(length / original_max_position) + 1)^2, where length is i + 1, or
     what `lengths` says. Everything is computed in float32 or wider and rounded once to q's dtype.
 
+    Args:
+        q: [tokens, heads, head_dim]
+        positions: [tokens] int32 or int64, in the whole text
+        cos_sin: [min(2 * chunk_len, chunk_size + 1) or more, 2, rotary_dim / 2] float32
+        lengths: [tokens] int32 or int64
+
     Returns:
         q_intra, q_succ, q_inter, each [tokens, heads, head_dim] in q's dtype.
 

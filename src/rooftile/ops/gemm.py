@@ -75,6 +75,14 @@ def matmul(
 
     Differentiable in a, b, bias and residual, but not for fp8 or packed weights.
 
+    Args:
+        a: [..., m, k]
+        b: [k, n], any strides: the transpose of a weight [n, k] is read where it lies
+        bias: [n]
+        residual: [..., m, n], or [..., m, n / 2] with a gate
+        scale_a: [] or [..., m] float32, of an fp8 a
+        scale_b: [] or [n] float32, of an fp8 b
+
     Raises:
         ValueError: shapes, dtypes, devices or an activation that do not fit.
         NotImplementedError: a gradient is asked of fp8 or a packed weight, or no kernel can run the

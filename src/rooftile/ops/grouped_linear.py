@@ -39,6 +39,11 @@ def grouped_linear(
     Rows come sorted by group: the first group_sizes[0] of them belong to group 0, and so on. A
     group may be empty. Accumulated in float32 or wider. Not differentiable.
 
+    Args:
+        x: [rows, in_features]
+        weight: [groups, out_features, in_features]
+        group_sizes: [groups] int32 or int64
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; and, where the contents are checked
             (on a CPU, or with ROOFTILE_CHECK=1), sizes below 0 or whose sum is not the rows of x.

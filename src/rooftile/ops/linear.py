@@ -41,6 +41,11 @@ def linear(
 
     A plain tensor is a "dense" weight. Differentiable in x, weight and bias for "dense".
 
+    Args:
+        x: [..., in_features]
+        weight: [out_features, in_features]
+        bias: [out_features]
+
     Raises:
         ValueError: shapes, dtypes, devices or a format that do not fit.
         NotImplementedError: a gradient is asked of a packed weight, or the kernel given cannot run

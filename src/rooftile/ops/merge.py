@@ -33,6 +33,10 @@ def merge_attention_states(
     saw nothing and adds nothing, whatever its `outs` hold. Where the parts have a sink, exactly
     one of them must have been computed with it. Differentiable in both arguments.
 
+    Args:
+        outs: [n, tokens, heads, v_dim]
+        lses: [n, tokens, heads]
+
     Returns:
         out [tokens, heads, v_dim] in the dtype of outs, lse [tokens, heads] float32 (float64
         where lses is). With n = 0: 0 and -inf.

@@ -39,6 +39,11 @@ def rms_norm(
     With `residual`, returns (y, s): s is the new residual stream, in x's dtype. Differentiable in
     x, residual and weight.
 
+    Args:
+        x: [..., hidden]
+        weight: [hidden]
+        residual: [..., hidden]
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or eps < 0.
     """

@@ -117,6 +117,9 @@ def pack(weight: Tensor, format: str) -> PackedWeight:  # weight [out_features, 
     for inference on a GPU with bfloat16 activations: a scale for 32 columns of a row, that with the
     least squared error among some tried (kernels/reference/int4_words.py).
 
+    Args:
+        weight: [out_features, in_features]
+
     Raises:
         ValueError: an unknown format, or a weight that is not a floating-point matrix.
         NotImplementedError: this machine, device or dtype cannot use the format, or the weight

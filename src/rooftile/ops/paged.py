@@ -59,6 +59,14 @@ def paged_attention(
     which requests share pages, these are attended once for all of them if that saves enough; not
     with a left window or `batch_invariant`, and under torch.compile only by a plan.
 
+    Args:
+        q: [tokens, num_q_heads, k_dim]
+        k_pages: [num_pages, num_kv_heads, page_size, k_dim]
+        v_pages: [num_pages, num_kv_heads, page_size, v_dim]
+        sink: [num_q_heads]
+        k_scale: [num_kv_heads] float32
+        v_scale: [num_kv_heads] float32
+
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
 
@@ -139,6 +147,12 @@ def plan_paged_attention(
     anew in each replay. The plan is valid as long as the lengths are.
 
     batch_invariant: cut every request at fixed keys, so that its bits do not depend on the others.
+
+    Args:
+        q: [tokens, num_q_heads, k_dim]
+        k_pages: [num_pages, num_kv_heads, page_size, k_dim]
+        v_pages: [num_pages, num_kv_heads, page_size, v_dim]
+        sink: [num_q_heads]
 
     Raises:
         ValueError: as `paged_attention`.

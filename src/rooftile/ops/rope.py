@@ -45,6 +45,11 @@ def rotary_embedding(
     dimensions from rotary_dim on stay as they are. `cos_sin` comes from `rotary_table`. Computed
     in float32 or wider, returned contiguous in x's dtype. Differentiable in x.
 
+    Args:
+        x: [tokens, heads, head_dim]
+        positions: [tokens] int32 or int64
+        cos_sin: [max_position, 2, rotary_dim / 2] float32
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or a position outside the table
             (checked on a CPU; on a GPU with ROOFTILE_CHECK=1).

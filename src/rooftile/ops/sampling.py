@@ -17,6 +17,25 @@ class SamplingTensors:
     """What each row asks of `sample`, one tensor a parameter; `None` turns it off for every row.
 
     Sparse tables (bias, banned) list entries, in any order and number, instead of rows.
+
+    Fields:
+        temperature: [rows] float32, 0: greedy; None: every row is greedy
+        top_k: [rows] int64, 0: off
+        top_p: [rows] float32 in (0, 1], 1: off
+        min_p: [rows] float32 in [0, 1], 0: off
+        repetition_penalty: [rows] float32 > 0, 1: off
+        presence_penalty: [rows] float32, 0: off
+        frequency_penalty: [rows] float32, 0: off
+        prompt_mask: [rows, vocab] bool, the tokens of the prompt
+        output_counts: [rows, vocab] int32, how often each was generated
+        bias_rows: [entries] int64
+        bias_ids: [entries] int64
+        bias_values: [entries] float32, added; entries of one token add up
+        banned_rows: [entries] int64
+        banned_ids: [entries] int64, never chosen
+        seeds: [rows] int64, of the request
+        sample_index: [rows] int64, which of the request's n samples; None: 0
+        position: [rows] int64, position of the token to be drawn
     """
 
     temperature: Tensor | None = None  # [rows] float32, 0: greedy; None: every row is greedy
@@ -39,6 +58,13 @@ class SamplingTensors:
 
 
 class SampleOutput(NamedTuple):
+    """What `sample` chose.
+
+    Fields:
+        token_ids: [rows] int64, -1 for a row that cannot be sampled
+        logprobs: [rows] float32, log softmax of the unmodified logits; NaN where -1
+    """
+
     token_ids: Tensor  # [rows] int64, -1 for a row that cannot be sampled
     logprobs: Tensor  # [rows] float32, log softmax of the unmodified logits; NaN where -1
 
@@ -104,6 +130,9 @@ def sample(
     A row with a NaN or +inf logit, or with no token left to choose, gives token -1 and logprob NaN
     and disturbs no other row.
 
+    Args:
+        logits: [rows, vocab] float32
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a parameter that lacks the tensors
             it works on; contents out of range (checked on a CPU; on a GPU with ROOFTILE_CHECK=1).
@@ -134,6 +163,9 @@ def top_logprobs(
 
     In order of falling log softmax, lowest id first among equals. A row with NaN has NaN logprobs.
 
+    Args:
+        logits: [rows, vocab] float32
+
     Raises:
         ValueError: logits that are no float32 matrix, or k outside 0..vocab.
     """
@@ -154,6 +186,10 @@ def token_ranks(
     kernel: str = "auto",
 ) -> Tensor:
     """The place of a token in `top_logprobs`' order, 1 for the likeliest: [rows] int64.
+
+    Args:
+        logits: [rows, vocab] float32
+        token_ids: [rows] int64
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or an id outside the vocabulary (checked on a

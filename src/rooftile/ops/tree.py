@@ -37,6 +37,15 @@ def tree_attention(
     sees every key before these, and of these key j iff bit j of its `tree` is set: a node sets
     the bits of its ancestors and its own. Everything else is as in `paged_attention`.
 
+    Args:
+        q: [tokens, num_q_heads, k_dim]
+        k_pages: [num_pages, num_kv_heads, page_size, k_dim]
+        v_pages: [num_pages, num_kv_heads, page_size, v_dim]
+        tree: [tokens] int64
+        sink: [num_q_heads]
+        k_scale: [num_kv_heads] float32
+        v_scale: [num_kv_heads] float32
+
     Returns:
         out [tokens, num_q_heads, v_dim]; with `return_lse` also lse [tokens, num_q_heads].
 
