@@ -306,8 +306,9 @@ def counts(
         if rows[1] < SECTOR_BYTES:
             split += of_b * busy
     # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows.
-    width = min(block_n if block_m > FEW_ROWS else block_n // 2, STORE_BYTES // 2)
-    stored = float(segments * block_m * block_n // width)
+    columns = block_n if block_m > FEW_ROWS else block_n // 2
+    chunks = -(-columns // (STORE_BYTES // 2))
+    stored = float(segments * block_m * block_n // columns * chunks)
     steps, exchanged, others = most.steps, 0.0, most.parts - 1
     scattered = most.streamed and min(most.streamed + plan.iterations, most.steps)
     if tiling.split > 1:
