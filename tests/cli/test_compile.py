@@ -14,7 +14,7 @@ from rooftile.cli.main import app
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["conv"], "there is no operator 'conv'"),
+        (["conv"], "the kernels of 'conv' cannot be built ahead; choose from attention"),
         (["attention", "--dtype", "fp8"], "dtype is 'fp8'"),
         (["attention", "--cases", ", "], "cases is ', '; name a group or a case"),
         (["attention", "--target", "sm_50"], "there is no target 'sm_50'"),

@@ -45,14 +45,17 @@ def compile_kernels(
 
     import torch
 
-    from rooftile.bench.ops.registry import suite_of
+    from rooftile.bench.ops.registry import SUITES, suite_of
     from rooftile.bench.results import check_directory
     from rooftile.cli.tables import text_console
     from rooftile.kernels.offline import offline, target_of
 
+    if operator not in (known := [name for name, suite in SUITES.items() if suite.build]):
+        raise ValueError(
+            f"the kernels of {operator!r} cannot be built ahead; choose from {', '.join(known)}"
+        )
     suite, kind = suite_of(operator), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    if suite.build is None:
-        raise ValueError(f"the kernels of {operator} cannot be built ahead yet; choose attention")
+    assert suite.build is not None
     hopper = target_of(target).capability == (9, 0)
     families = [name.strip() for name in kernels.split(",") if name.strip()]
     families = families or [name for name in suite.families if name != "gluon" or hopper]
