@@ -235,5 +235,12 @@ def test_models(server: LiveServer) -> None:
     with server.http() as http:
         assert http.get("/v1/models/other/model").json()["error"]["code"] == "model_not_found"
         assert http.get("/version").json()["version"]
-        assert http.get("/nowhere").json()["error"]["code"] == "not_found"
+        for ask, path in ((http.get, "/nowhere"), (http.post, "/v1/embeddings")):
+            error = ask(path).json()["error"]
+            method = ask.__name__.upper()
+            assert error["code"] == "not_found"
+            assert error["message"].startswith(f"there is no {method} {path} here; /openapi.json")
+        wrong = http.put("/v1/chat/completions")
+        assert wrong.status_code == 405
+        assert wrong.json()["error"]["message"].startswith("there is no PUT /v1/chat/completions")
         assert http.get("/v1/completions").status_code == 405

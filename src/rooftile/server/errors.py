@@ -69,12 +69,14 @@ def install_handlers(app: FastAPI) -> None:
         problem = as_api_error(error)
         return JSONResponse(problem.body, problem.status, problem.headers)
 
-    async def handle_http(_: Request, error: Exception) -> JSONResponse:
+    async def handle_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        problem = ApiError(
-            error.status_code, str(error.detail), code=code, headers=error.headers or {}
-        )
+        message = str(error.detail)
+        if code is not None:  # of the router: a path, or a method of it, that nobody serves
+            path = ascii(request.url.path)[1:-1][:100]
+            message = f"there is no {request.method} {path} here; /openapi.json lists what there is"
+        problem = ApiError(error.status_code, message, code=code, headers=error.headers or {})
         return JSONResponse(problem.body, problem.status, problem.headers)
 
     app.add_exception_handler(HTTPException, handle_http)
