@@ -94,15 +94,16 @@ def place_of(plan: Decomposition) -> int:
     return ALL_SHAPES.index(shape) if shape in ALL_SHAPES else len(ALL_SHAPES)
 
 
+def counts_of(record: Record, plan: Decomposition, passing: bool) -> Counts:
+    return counts(plan, H200, ITEMSIZE, record.rows, passing, plan.product != record.product)
+
+
 class Fit:
     """Prices that make the predicted times of plans look like the measured ones."""
 
     def __init__(self, rows: Sequence[Timed]) -> None:
         self.rows = rows
-        found = [
-            counts(row.plan, H200, ITEMSIZE, row.record.rows, row.name.endswith(PASSING))
-            for row in rows
-        ]
+        found = [counts_of(row.record, row.plan, row.name.endswith(PASSING)) for row in rows]
         self.counts = Counts(
             *(numpy.array([one[i] for one in found], float) for i in range(len(Counts._fields)))
         )
@@ -160,7 +161,7 @@ class Fit:
         prices, paces = Prices(*map(float, x[: -len(ALL_SHAPES) - 1])), x[-len(ALL_SHAPES) - 1 : -1]
 
         def predicted(record: Record, plan: Decomposition, passing: bool) -> float:
-            found = counts(plan, H200, ITEMSIZE, record.rows, passing)
+            found = counts_of(record, plan, passing)
             return prices.seconds(found, float(numpy.append(paces, 1.0)[place_of(plan)]))
 
         return predicted

@@ -117,6 +117,22 @@ def test_what_the_busiest_cta_does() -> None:
     assert (counts(pair, H200).asked, counts(pair, H200).received) == (256, 384)
 
 
+def test_results_cost_what_is_stored_and_where_it_begins() -> None:
+    def stored(name: str, transposed: bool = False, n: int = 2048) -> tuple[float, float]:
+        plan = plan_named(Product(1000, n, 640), name)  # 1000 columns of the transposed: 2000 bytes
+        found = counts(plan, H200, transposed=transposed)
+        return found.stored / plan.most.segments, found.split_stored / plan.most.segments
+
+    assert stored("128x128 data-parallel") == (256, 0)
+    assert stored("128x192 data-parallel") == (384, 0)
+    # 160 columns are stored 64 at a time, 32 of them twice; 152 begin inside sectors.
+    assert stored("128x160 data-parallel") == (384, 0)
+    assert stored("128x152 data-parallel") == (384, 384)
+    assert stored("128x128 data-parallel", n=2040) == (256, 256)
+    assert stored("128x160 data-parallel", transposed=True) == (384, 384)
+    assert stored("64x64 data-parallel") == (64, 0)
+
+
 def test_ctas_elsewhere_along_k_load_their_lines_alone() -> None:
     product = Product(2176, 2176, 4096)  # 289 tiles of 128 x 128: 157 streamed, then one each
     found = counts(plan_named(product, "128x128 hybrid"), H200)

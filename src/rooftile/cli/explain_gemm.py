@@ -84,7 +84,8 @@ def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[i
     from rooftile.planning.stream_k_cost import counts, is_passing, machinery
 
     plan, prices = choice.decomposition, machinery(machine).prices
-    found = counts(plan, machine, rows=rows, passing=is_passing(plan, rows=rows))
+    passing = is_passing(plan, rows=rows)
+    found = counts(plan, machine, rows=rows, passing=passing, transposed=choice.transposed)
     parts = {
         "launch": prices.launch,
         "first stages": found.first / prices.first_bandwidth,

@@ -216,7 +216,7 @@ def choose(
                 continue
             if steps_alone(plan, machine, itemsize) > EQUAL * fastest:
                 continue  # most of them, and a tenth of the work
-            seconds = predict(plan, machine, itemsize, rows, plain)
+            seconds = predict(plan, machine, itemsize, rows, plain, what is turned)
             fastest = min(fastest, seconds)
             timed.append((seconds, plan))
     seconds, best = least(timed)

@@ -23,6 +23,7 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class Counts(NamedTuple):
     outside: rows of its boxes beyond the matrix.
     steps: along K; scattered: of these, while others are elsewhere along K; alone: pieces that it asks
         for in one of these, times the share of the multiprocessors that do so.
-    stored: pieces of results; split_stored: those that begin inside a sector.
+    stored: results in pieces of 128 bytes; split_stored: those that begin inside a sector.
     exchanged: bytes of sums that the CTAs of a cluster exchange.
     published, added: parts of tiles that it writes, and adds, in tiles of 128 x 256.
     apart: 1 where another launch adds the parts; parts of each tile; part_bytes of all of them;
@@ -282,10 +283,12 @@ def counts(
     itemsize: int = 2,
     rows: tuple[int, int] = WHOLE_LINES,
     passing: bool = False,
+    transposed: bool = False,
 ) -> Counts:
     """What its busiest CTA does.
 
-    rows: bytes that rows of a and of b are multiples of, a line of the cache at most.
+    rows: bytes that rows of a and of b are multiples of, a line of the cache at most. transposed: its
+        result is stored so.
     """
     product, tiling, most = plan.product, plan.tiling, plan.most
     m, n, k = product.m, product.n, product.k
@@ -305,10 +308,14 @@ def counts(
         broken += of_b * busy
         if rows[1] < SECTOR_BYTES:
             split += of_b * busy
-    # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows.
+    # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows. Each stores so
+    # many columns at a time, and some of them twice where they are no multiple.
     columns = block_n if block_m > FEW_ROWS else block_n // 2
-    chunks = -(-columns // (STORE_BYTES // 2))
-    stored = float(segments * block_m * block_n // columns * chunks)
+    chunk = min(1 << (columns.bit_length() - 1), STORE_BYTES // 2)
+    stored = (
+        segments * block_m * block_n / columns * -(-columns // chunk) * chunk / (STORE_BYTES // 2)
+    )
+    places = gcd(m, block_m) if transposed else gcd(n, block_n)
     steps, exchanged, others = most.steps, 0.0, most.parts - 1
     scattered = most.streamed and min(most.streamed + plan.iterations, most.steps)
     if tiling.split > 1:
@@ -330,7 +337,7 @@ def counts(
         steps,
         scattered,
         stored,
-        stored if n * 2 % SECTOR_BYTES else 0.0,
+        stored if places * 2 % SECTOR_BYTES else 0.0,
         exchanged,
         float(others > 0 and not apart),
         0.0 if apart else others * block_m * block_n / (128 * 256),
@@ -350,14 +357,15 @@ def predict(
     itemsize: int = 2,
     rows: tuple[int, int] = WHOLE_LINES,
     plain: bool = False,
+    transposed: bool = False,
 ) -> float:
     """Seconds, without walking through the CTAs.
 
-    rows: as for `counts`. plain: operands of two bytes whose contiguous dimension is k, which may pass.
+    rows, transposed: as for `counts`. plain: operands of two bytes whose contiguous dimension is k, which may pass.
     """
     known = machinery(machine)
     passing = plain and is_passing(plan, itemsize, rows)
-    found = counts(plan, machine, itemsize, rows, passing)
+    found = counts(plan, machine, itemsize, rows, passing, transposed)
     return known.prices.seconds(found, known.pace_of(plan.tiling))
 
 

@@ -215,7 +215,7 @@ Predict = Callable[[Record, Decomposition, bool], float]
 
 
 def _predicted(record: Record, plan: Decomposition, passing: bool) -> float:
-    return predict(plan, H200, ITEMSIZE, record.rows, passing)
+    return predict(plan, H200, ITEMSIZE, record.rows, passing, plan.product != record.product)
 
 
 def replay(records: Iterable[Record], predicted: Predict = _predicted) -> list[Replay]:
