@@ -18,7 +18,7 @@ TOGETHER = {
     64: ((2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4)),
 }
 # Turns in which all tiles are computed, and parts along k of each.
-FILLS = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (1, 4))
+FILLS = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8))
 
 
 def is_odd(columns: int) -> bool:
