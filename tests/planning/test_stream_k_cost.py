@@ -213,6 +213,8 @@ def test_products_are_turned_where_that_fills_the_machine() -> None:
     assert "transposed" in reason(turned, H200, (32, 32))
     square = choose(Product(1000, 1000, 1000), H200, 2, None, (16, 16), turnable=True)
     assert not square.transposed
+    few = choose(Product(64, 4096, 1024), H200, 2, None, (128, 128), turnable=True)
+    assert not few.transposed
 
 
 @given(SIZES, SIZES, SIZES, ALIGNMENTS)

@@ -201,7 +201,8 @@ def choose(
         tilings = tilings_for(product, itemsize, plain, machine.units)
     options = [(product, tiling) for tiling in tilings]
     turned = Product(product.n, product.m, product.k)
-    if turnable and turned.m > FEW_ROWS and turned.m != turned.n:
+    # Few rows are multiplied by weights that may be at rest, which other kernels load early.
+    if turnable and min(turned.m, turned.n) > FEW_ROWS and turned.m != turned.n:
         of_turned = tilings_for(turned, itemsize, plain, machine.units)
         options += [(turned, tiling) for tiling in of_turned if may_be_transposed(tiling)]
     least_times = [least_seconds(*option, machine, itemsize) for option in options]
