@@ -160,6 +160,21 @@ HALF_FOLLOWED: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}},
     {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {"type": "null"}}},
     {"type": "array", "items": {"$ref": "#/examples/0"}, "examples": [{"minimum": 2}]},
+    {"$defs": {"a": {"$anchor": "q", "type": "null"}}, "$ref": "#q"},
+    {"anyOf": []},
+    {"oneOf": []},
+    {"enum": [{"a": [10**20]}]},
+    {"type": "object", "patternProperties": {'"': {"type": "null"}}},
+    {"type": "object", "patternProperties": {"a" * 500: {"type": "null"}}},
+    {"type": "object", "propertyNames": {"pattern": "(?!a)b"}},
+    *(
+        {"type": "string", "pattern": pattern}
+        for pattern in (
+            *('^"$', "\\\\", '["]', r"\n", r"[\n]", r"\x22", r"[\u0022\u005c]", "[^]", r"^\0$"),
+            *("(?=a)b?", "(?!a).", "(?<!a)b", "a^b", "a$b", "x(^a)", "(a$)b", "^(^a)*b$"),
+            *("é.", "é[^a]", r"é\s", "[ -~]é", r"\A", "a{2}{2}", "[a]$?", r"\ud800"),
+        )
+    ),
 ]
 
 

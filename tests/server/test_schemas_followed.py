@@ -26,7 +26,33 @@ NUMBERS = st.sampled_from([-3, 0, 1, 5, 100, 2.5, -0.5])
 COUNTS = st.integers(0, 3)
 NAMES = st.sampled_from(["a", "b", "é", 'q"'])
 VALUES = st.sampled_from([1, "a", None, True, 2.5, 'b"', {"a": 1}, [1, 2], "é\n", -0.0, ""])
-PATTERNS = st.sampled_from(["^a+$", "b", "^[a-c]{2,3}$", "x|yy", "^(ab)*$", "^$", "\\."])
+ATOMS = st.sampled_from(
+    [
+        *(
+            "a",
+            "b",
+            r"\d",
+            r"\w",
+            r"\s",
+            r"\S",
+            r"\D",
+            ".",
+            "^",
+            "$",
+            "|",
+            "(",
+            ")",
+            "(?:",
+            "*",
+            "?",
+        ),
+        *("+", "{1,2}", "[ab]", "[^a]", '[a"]', '["]', '"', r"\\", r"\n", r"[\n]", "[ -~]", "é"),
+        *("[é-ü]", r"\x22", r"\u00e9", "[^é]", "-", r"[\s\S]", r"\.", "/", "(?=", r"\A"),
+    ]
+)
+PATTERNS = st.sampled_from(
+    ["^a+$", "b", "^[a-c]{2,3}$", "x|yy", "^(ab)*$", "^$", "\\."]
+) | st.lists(ATOMS, min_size=1, max_size=6).map("".join)
 TYPES = st.sampled_from(["integer", "number", "string", "object", "array", "boolean", "null"])
 
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rooftile.server.errors import ApiError, bad_request
-from rooftile.server.schema_values import SchemaValues, declared_types
+from rooftile.server.json_pattern import Unfollowed, check_pattern
+from rooftile.server.schema_values import SchemaValues, declared_types, listed_values
 
 # A schema is a program for the compiler; these keep what it makes small.
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
-MAX_PATTERN_CHARACTERS = 200
+MAX_INTEGER = 2**63  # the compiler knows no larger ones
 # Properties x how many of them there may be: the grammar has a rule for each pair.
 MAX_COUNTED = 3000
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -106,20 +107,36 @@ def _check(schema: dict[str, Any]) -> None:
         count = schema.get(name)
         if isinstance(count, int | float) and count > MAX_REPEATS:
             raise _refused(f"the schema's {name} is {count:.6g}; at most {MAX_REPEATS} is accepted")
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str) and len(pattern) > MAX_PATTERN_CHARACTERS:
-        raise _refused(
-            f"a pattern of the schema has {len(pattern)} characters; at most "
-            f"{MAX_PATTERN_CHARACTERS} are accepted"
-        )
+    by_pattern = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())):
+        try:
+            check_pattern(pattern if isinstance(pattern, str) else "")
+        except Unfollowed as error:
+            raise _refused(f"the schema's pattern {pattern[:40]!r} {error}") from None
     if isinstance(schema.get("multipleOf"), float):
         raise _refused("the schema's multipleOf is no whole number, which is not supported")
     reference = schema.get("$ref")
-    if isinstance(reference, str) and not reference.startswith("#"):
-        raise _refused("the schema has a $ref to another document; only its own are followed")
+    if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
+        raise _refused(
+            f"the schema's $ref is {reference[:40]!r}; only # and paths within the document, as "
+            f"#/$defs/name, are followed"
+        )
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise _refused("the schema has an allOf of several schemas, which is not supported")
+    for name in ("anyOf", "oneOf", "allOf", "enum"):
+        if schema.get(name) == []:
+            raise _refused(f"the schema has an empty {name}, which nothing follows")
+    for value in listed_values(schema) or ():
+        _check_integers(value)
     _check_properties(schema)
+
+
+def _check_integers(value: Any) -> None:
+    if type(value) is int and not -MAX_INTEGER <= value < MAX_INTEGER:
+        raise _refused(f"the schema has the value {str(value)[:30]}; integers have 64 bits")
+    if isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            _check_integers(entry)
 
 
 def _check_properties(schema: dict[str, Any]) -> None:
