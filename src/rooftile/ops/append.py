@@ -10,8 +10,8 @@ from torch import Tensor
 from rooftile.ops.check import (
     check_device,
     check_flags,
-    check_float,
     check_integers,
+    check_rotary_table,
     check_same,
     check_shape,
     refuse_gradient,
@@ -105,17 +105,8 @@ def append_kv(
     if positions is not None and cos_sin is not None:
         check_integers(name, "positions", positions, k, "k")
         check_shape(name, "positions", positions, (k.shape[0],), "[tokens]")
-        check_float(name, cos_sin=cos_sin)
         check_device(name, k=k, cos_sin=cos_sin)
-        require(
-            cos_sin.dim() == 3
-            and cos_sin.shape[1] == 2
-            and 0 < 2 * cos_sin.shape[2] <= k.shape[-1],
-            lambda: (
-                f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [max_position, 2, "
-                f"rotary_dim / 2] with 0 < rotary_dim <= {k.shape[-1]}"
-            ),
-        )
+        check_rotary_table(name, cos_sin, k.shape[-1])
     if contents_checked(slots):
         check_slots(name, slots, k_pages.shape[0] * k_pages.shape[2], positions, cos_sin)
     APPEND_KV.handle(

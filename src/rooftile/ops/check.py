@@ -148,3 +148,25 @@ def _check_tensors(
                 f"{operator}: {name} has a tangent, and there are no forward-mode derivatives; use "
                 f"backward()"
             )
+
+
+def check_rotary_table(name: str, cos_sin: Tensor, head_dim: int, at_least: int = 0) -> None:
+    """Raises: ValueError for what is no table of `at_least` positions for heads of this size."""
+    rows = f" with at least {at_least} positions" if at_least else ""
+    require(
+        cos_sin.dim() == 3
+        and cos_sin.shape[1] == 2
+        and 0 < 2 * cos_sin.shape[2] <= head_dim
+        and cos_sin.shape[0] >= at_least,
+        lambda: (
+            f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [positions, 2, rotary_dim / 2]"
+            f"{rows} and 0 < rotary_dim <= {head_dim}"
+        ),
+    )
+    require(
+        cos_sin.dtype == torch.float32,
+        lambda: (
+            f"{name}: cos_sin has dtype {cos_sin.dtype}; keep it torch.float32, as rotary_table makes it "
+            f"(a module that is converted converts its buffers too)"
+        ),
+    )

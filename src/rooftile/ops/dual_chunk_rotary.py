@@ -20,6 +20,7 @@ from rooftile.ops.check import (
     check_flags,
     check_float,
     check_integers,
+    check_rotary_table,
     check_shape,
     check_tensors,
     check_whole,
@@ -182,7 +183,7 @@ def dual_chunk_rotary_embedding(
     """
     name = "dual_chunk_rotary_embedding"
     check_tensors(name, q=q, cos_sin=cos_sin)
-    check_float(name, q=q, cos_sin=cos_sin)
+    check_float(name, q=q)
     check_device(name, q=q, cos_sin=cos_sin)
     require(
         q.dim() == 3,
@@ -193,17 +194,7 @@ def dual_chunk_rotary_embedding(
         check_integers(name, tensor_name, tensor, q, "q")
         check_shape(name, tensor_name, tensor, (q.shape[0],), "[tokens]")
     check_chunks(name, chunk_size, local_size)
-    rows = num_positions(chunk_size, local_size)
-    require(
-        cos_sin.dim() == 3
-        and cos_sin.shape[1] == 2
-        and 0 < 2 * cos_sin.shape[2] <= q.shape[2]
-        and cos_sin.shape[0] >= rows,
-        lambda: (
-            f"{name}: cos_sin has shape {list(cos_sin.shape)}; expected [positions, 2, rotary_dim / 2] "
-            f"with at least {rows} positions and 0 < rotary_dim <= {q.shape[2]}"
-        ),
-    )
+    check_rotary_table(name, cos_sin, q.shape[2], num_positions(chunk_size, local_size))
     if original_max_position is not None:
         check_whole(name, 1, original_max_position=original_max_position)
     refuse_gradient(name, q=q, cos_sin=cos_sin)

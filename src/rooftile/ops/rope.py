@@ -12,6 +12,7 @@ from rooftile.ops.check import (
     check_device,
     check_flags,
     check_float,
+    check_rotary_table,
     check_shape,
     check_tensors,
     refuse_gradient,
@@ -70,20 +71,7 @@ def rotary_embedding(
             f"rotary_embedding: positions has dtype {positions.dtype}; convert it to torch.int64"
         ),
     )
-    require(
-        cos_sin.dim() == 3 and cos_sin.shape[1] == 2 and cos_sin.dtype == torch.float32,
-        lambda: (
-            f"rotary_embedding: cos_sin has shape {list(cos_sin.shape)} and dtype {cos_sin.dtype}; "
-            f"expected [max_position, 2, rotary_dim / 2] in torch.float32, as rotary_table returns"
-        ),
-    )
-    require(
-        2 * cos_sin.shape[2] <= x.shape[2],
-        lambda: (
-            f"rotary_embedding: cos_sin turns rotary_dim = {2 * cos_sin.shape[2]} dimensions, but x "
-            f"has head_dim = {x.shape[2]}; rotary_dim must not be larger"
-        ),
-    )
+    check_rotary_table("rotary_embedding", cos_sin, x.shape[2])
     if contents_checked(positions) and positions.numel():
         low, high = (int(p) for p in positions.aminmax())
         require(
