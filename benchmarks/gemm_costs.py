@@ -39,11 +39,11 @@ from rooftile.bench.ops.gemm_plans import (
 )
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, product_of
-from rooftile.planning.stream_k_cost import (
+from rooftile.planning.stream_k_cost import counts
+from rooftile.planning.stream_k_prices import (
     ALL_SHAPES,
     Counts,
     Prices,
-    counts,
     machinery,
     shape_of,
 )

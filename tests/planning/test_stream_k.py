@@ -20,7 +20,10 @@ from rooftile.planning.stream_k import (
     stream_k,
 )
 from rooftile.planning.stream_k_choice import choose
-from rooftile.planning.stream_k_cost import Costs, predict
+from rooftile.planning.stream_k_cost import (
+    Costs,
+    predict,
+)
 from rooftile.planning.stream_k_timeline import timeline
 
 COSTS = Costs(setup=2.0, iteration=1.0, publish=0.5, fixup=0.5)

@@ -32,19 +32,21 @@ from rooftile.planning.stream_k_choice import (
     wide_tilings,
 )
 from rooftile.planning.stream_k_cost import (
-    ALL_SHAPES,
     WHOLE_LINES,
     clusters,
     counts,
     is_passing,
     least_seconds,
-    machinery,
     predict,
     row_alignment,
-    shape_of,
     steps_alone,
-    tiling_of,
     why,
+)
+from rooftile.planning.stream_k_prices import (
+    ALL_SHAPES,
+    machinery,
+    shape_of,
+    tiling_of,
 )
 from rooftile.planning.tile_width import FILLS, NARROWEST, WIDEST, step_of
 

@@ -19,16 +19,18 @@ from rooftile.planning.stream_k import (
     stream_k,
 )
 from rooftile.planning.stream_k_cost import (
-    SHAPES,
-    STEP_BYTES,
     WHOLE_LINES,
     clusters,
     is_apart,
     least_seconds,
     predict,
     steps_alone,
-    tiling_of,
     why,
+)
+from rooftile.planning.stream_k_prices import (
+    SHAPES,
+    STEP_BYTES,
+    tiling_of,
 )
 from rooftile.planning.tile_width import (
     FILLS,

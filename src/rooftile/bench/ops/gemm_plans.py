@@ -36,13 +36,13 @@ from rooftile.planning.stream_k import (
 )
 from rooftile.planning.stream_k_choice import FEW_ROWS, least, may_stream
 from rooftile.planning.stream_k_cost import (
-    STEP_BYTES,
     clusters,
     is_apart,
     is_passing,
     predict,
     row_alignment,
 )
+from rooftile.planning.stream_k_prices import STEP_BYTES
 from rooftile.planning.tile_cost import predict_tiles, suits_tiles
 from rooftile.planning.vendor_cost import MARGIN, broken_share, predict_vendor
 
