@@ -189,6 +189,36 @@ def test_what_would_be_followed_in_part_is_refused(schema: dict[str, Any]) -> No
         assert refused.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        *(
+            [pattern]
+            for pattern in ("^(.{1,20}){1,20}$", "(.?){100}", r"(\w+\s?){1,100}", "(a{9}){200}")
+        ),
+        [f"^.{{1,{count}}}$" for count in range(50, 70)],
+        [f"^([a-z]{{1,9}}[0-9]?){{1,{count}}}$" for count in range(3, 7)] * 2,
+    ],
+    ids=str,
+)
+def test_patterns_that_take_minutes_to_compile_are_refused(patterns: list[str]) -> None:
+    properties = {f"p{at}": {"type": "string", "pattern": p} for at, p in enumerate(patterns)}
+    with pytest.raises(ApiError, match="pattern"):
+        checked_schema({"type": "object", "properties": properties})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}$", r"^(\d{1,3}\.){3}\d{1,3}$", "^.{1,1000}$",
+        r"^([a-z0-9]{1,20}\.){1,3}com$", r"^\S+@\S+\.\w{2,}$", "^(a|bc)*$", r"(^$)|(^\d+$)",
+        r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})$",
+    ],
+)  # fmt: skip
+def test_patterns_of_every_day_are_accepted(pattern: str) -> None:
+    checked_schema({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}})
+
+
 def test_what_libraries_make_of_types_is_accepted() -> None:
     class Cat(pydantic.BaseModel):
         kind: Literal["cat"]

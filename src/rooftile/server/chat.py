@@ -54,11 +54,7 @@ async def chat(service: Service, request: ChatRequest) -> ChatCompletion | Async
         await generation.finish()
     generation.close()
     # Log-probabilities of a long text take a while.
-    return (
-        answer.whole()
-        if request.logprobs in (None, False)
-        else await service.off_loop(answer.whole)
-    )
+    return await service.off_loop(answer.whole) if request.logprobs else answer.whole()
 
 
 class _Answer:

@@ -58,11 +58,7 @@ async def complete(
         await generation.finish()
     generation.close()
     # Log-probabilities of a long text take a while.
-    return (
-        answer.whole()
-        if request.logprobs in (None, False)
-        else await service.off_loop(answer.whole)
-    )
+    return answer.whole() if request.logprobs is None else await service.off_loop(answer.whole)
 
 
 def _encode(service: Service, llm: AsyncLLM, request: CompletionRequest) -> list[list[int]]:

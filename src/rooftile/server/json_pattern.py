@@ -12,10 +12,15 @@ from dataclasses import dataclass, field
 
 MAX_CHARACTERS = 200
 QUOTED = frozenset('"\\') | {chr(code) for code in range(0x20)}  # in a JSON string escapes only
+# What the backend makes of repeats grows with what they stand for; most of all where a group of any
+# length is repeated, so that a text can be cut in many ways.
+MAX_CUT = 64
+CUT_COST = 4  # such a character counts so often
+MOST_COUNTED = 100  # of one character that is repeated: more of them cost no more
 NARROW, WIDE = "dw", "DWSs"  # escapes of classes: wide ones have characters of `QUOTED`
 ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
-REPEAT = re.compile(r"(?:[*+?]|\{\d*,?\d*\})\??")
+REPEAT = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})\??")
 GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?")
 LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 
@@ -24,8 +29,13 @@ class Unfollowed(ValueError):
     """What of a pattern the grammar would not have; the message is for the client."""
 
 
-def check_pattern(pattern: str) -> None:
-    """Raises: Unfollowed for what would not be followed. What is no pattern at all, the backend says."""
+def check_pattern(pattern: str) -> int:
+    """How many characters it stands for, each as often as repeats allow: what it costs to compile.
+
+    Raises:
+        Unfollowed: for what would not be followed, or would take too long to compile. What is no
+            pattern at all, the backend says.
+    """
     if len(pattern) > MAX_CHARACTERS:
         raise Unfollowed(f"has {len(pattern)} characters; at most {MAX_CHARACTERS} are accepted")
     reader = _Reader(pattern)
@@ -37,6 +47,7 @@ def check_pattern(pattern: str) -> None:
     forward, backward = reader.parts, [SWAPPED.get(p, p) for p in reversed(reader.parts)]
     if not (_only_first(forward, "^") and _only_first(backward, "$")):
         raise Unfollowed("has ^ or $ elsewhere than at its ends, which is not supported")
+    return sum(reader.sizes) + CUT_COST * reader.cut
 
 
 SWAPPED = {"(": ")", ")": "("}
@@ -73,9 +84,14 @@ class _Reader:
     wide: bool = False  # has a class with characters of `QUOTED`
     parts: list[str] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)  # parts that open groups
+    # Of the pattern and each open group: its characters so far, and whether they may be more or fewer.
+    sizes: list[int] = field(default_factory=lambda: [0])
+    varies: list[bool] = field(default_factory=lambda: [False])
+    cut: int = 0  # characters of groups of any length that are repeated
 
     def read(self) -> None:
         last_group: int | None = None
+        last = 1, False  # the size of what a repeat would repeat, and whether it varies
         repeated = True  # nothing that a repeat could follow
         while self.at < len(self.pattern):
             char = self.pattern[self.at]
@@ -85,6 +101,7 @@ class _Reader:
                 if repeated or self.parts[-1] not in (")", "x"):
                     raise Unfollowed(f"repeats nothing by {repeat[0]}")
                 repeated, self.at = True, repeat.end()
+                self._repeat(repeat, *last)
                 if last_group is not None:
                     self.parts.insert(last_group + 1, "x")
                     self.parts.insert(len(self.parts) - 1, "x")
@@ -94,16 +111,39 @@ class _Reader:
                 self.at = group.end()
                 self.opened.append(len(self.parts))
                 self.parts.append("(")
+                self.sizes.append(0)
+                self.varies.append(False)
             elif char == ")":
                 self.at += 1
-                last_group = self.opened.pop() if self.opened else None
                 self.parts.append(")")
+                if self.opened:
+                    last_group = self.opened.pop()
+                    last = self.sizes.pop(), self.varies.pop()
+                    self.sizes[-1] += last[0]
+                    self.varies[-1] |= last[1]
             elif char in "|^$":
                 self.at += 1
                 self.parts.append(char)
             else:
                 self._take()
                 self.parts.append("x")
+                self.sizes[-1] += 1
+                last = 1, False
+
+    def _repeat(self, repeat: re.Match[str], size: int, varies: bool) -> None:
+        least, comma, most = repeat.groups()
+        count = int(most or least or 1) if comma is not None else 1
+        if varies and count > 1:
+            self.cut += size * count
+            if size * count > MAX_CUT:
+                raise Unfollowed(
+                    f"repeats a group of any length by {repeat[0]}; times its {size} characters, "
+                    f"{MAX_CUT} are accepted"
+                )
+        if size == 1:
+            count = min(count, MOST_COUNTED)
+        self.sizes[-1] += size * max(count - 1, 0)
+        self.varies[-1] |= comma is None or (bool(comma) and least != most)
 
     def _take(self) -> None:
         char = self.pattern[self.at]

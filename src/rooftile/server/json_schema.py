@@ -17,6 +17,7 @@ from rooftile.server.schema_values import SchemaValues, declared_types, listed_v
 # A schema is a program for the compiler; these keep what it makes small.
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
+MAX_IN_PATTERNS = 1000  # characters that all of them stand for
 MAX_INTEGER = 2**63  # the compiler knows no larger ones
 # Properties x how many of them there may be: the grammar has a rule for each pair.
 MAX_COUNTED = 3000
@@ -77,11 +78,18 @@ def checked_schema(schema: dict[str, Any]) -> str:
     values = SchemaValues(schema)
     level: list[Any] = [schema]
     seen: set[int] = set()
+    characters = 0
     while level:
         item = level.pop()
         if isinstance(item, dict) and id(item) not in seen:
             seen.add(id(item))
             _check(item)
+            characters += _check_patterns(item)
+            if characters > MAX_IN_PATTERNS:
+                raise _refused(
+                    f"the schema's patterns stand for more than {MAX_IN_PATTERNS} characters; use "
+                    f"maxLength where you can"
+                )
             _check_together(item, values)
             level += [*_within(item), values.target(item)]
     return text
@@ -107,12 +115,6 @@ def _check(schema: dict[str, Any]) -> None:
         count = schema.get(name)
         if isinstance(count, int | float) and count > MAX_REPEATS:
             raise _refused(f"the schema's {name} is {count:.6g}; at most {MAX_REPEATS} is accepted")
-    by_pattern = schema.get("patternProperties")
-    for pattern in (schema.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())):
-        try:
-            check_pattern(pattern if isinstance(pattern, str) else "")
-        except Unfollowed as error:
-            raise _refused(f"the schema's pattern {pattern[:40]!r} {error}") from None
     if isinstance(schema.get("multipleOf"), float):
         raise _refused("the schema's multipleOf is no whole number, which is not supported")
     reference = schema.get("$ref")
@@ -129,6 +131,20 @@ def _check(schema: dict[str, Any]) -> None:
     for value in listed_values(schema) or ():
         _check_integers(value)
     _check_properties(schema)
+
+
+def _check_patterns(schema: dict[str, Any]) -> int:
+    """How many characters they stand for."""
+    by_name = schema.get("patternProperties")
+    characters = 0
+    for pattern in (schema.get("pattern"), *(by_name if isinstance(by_name, dict) else ())):
+        if not isinstance(pattern, str):
+            continue
+        try:
+            characters += check_pattern(pattern)
+        except Unfollowed as error:
+            raise _refused(f"the schema's pattern {pattern[:40]!r} {error}") from None
+    return characters
 
 
 def _check_integers(value: Any) -> None:
