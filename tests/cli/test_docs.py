@@ -34,6 +34,7 @@ NAMES_OF_OTHERS = {
     "kernels/reference/x.py",
     "tests/ops/test_x.py",
     "PEERS.md",
+    "generation_config.json",
     "llama.cpp",
 }
 
