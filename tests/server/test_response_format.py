@@ -161,6 +161,8 @@ HALF_FOLLOWED: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {"type": "null"}}},
     {"type": "array", "items": {"$ref": "#/examples/0"}, "examples": [{"minimum": 2}]},
     {"$defs": {"a": {"$anchor": "q", "type": "null"}}, "$ref": "#q"},
+    {"type": "integer", "multipleOf": 1025},
+    {"anyOf": [{"type": "integer", "multipleOf": number} for number in range(990, 1000)]},
     {"anyOf": []},
     {"oneOf": []},
     {"enum": [{"a": [10**20]}]},

@@ -18,6 +18,7 @@ from rooftile.server.schema_values import SchemaValues, declared_types, listed_v
 MAX_BYTES = 32 * 1024
 MAX_REPEATS = 1000
 MAX_IN_PATTERNS = 1000  # characters that all of them stand for
+MAX_MULTIPLES = 5000  # the sum of all multipleOf: each is a state for every remainder
 MAX_INTEGER = 2**63  # the compiler knows no larger ones
 # Properties x how many of them there may be: the grammar has a rule for each pair.
 MAX_COUNTED = 3000
@@ -78,7 +79,7 @@ def checked_schema(schema: dict[str, Any]) -> str:
     values = SchemaValues(schema)
     level: list[Any] = [schema]
     seen: set[int] = set()
-    characters = 0
+    characters = multiples = 0
     while level:
         item = level.pop()
         if isinstance(item, dict) and id(item) not in seen:
@@ -90,6 +91,10 @@ def checked_schema(schema: dict[str, Any]) -> str:
                     f"the schema's patterns stand for more than {MAX_IN_PATTERNS} characters; use "
                     f"maxLength where you can"
                 )
+            multiple = item.get("multipleOf", 0)
+            multiples += multiple if isinstance(multiple, int) else 0
+            if multiples > MAX_MULTIPLES:
+                raise _refused(f"the schema's multipleOf are more than {MAX_MULTIPLES} in all")
             _check_together(item, values)
             level += [*_within(item), values.target(item)]
     return text
@@ -117,6 +122,9 @@ def _check(schema: dict[str, Any]) -> None:
             raise _refused(f"the schema's {name} is {count:.6g}; at most {MAX_REPEATS} is accepted")
     if isinstance(schema.get("multipleOf"), float):
         raise _refused("the schema's multipleOf is no whole number, which is not supported")
+    multiple = schema.get("multipleOf", 1)
+    if isinstance(multiple, int) and multiple > MAX_REPEATS:
+        raise _refused(f"the schema's multipleOf is {multiple}; at most {MAX_REPEATS} is accepted")
     reference = schema.get("$ref")
     if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
         raise _refused(
