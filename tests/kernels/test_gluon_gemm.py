@@ -33,11 +33,12 @@ from rooftile.planning.stream_k_choice import wide_tilings
 from rooftile.planning.tile_width import step_of
 from tests.support.gluon_sim import load_simulated, simulation
 
-FORWARD, PLAN, CONFIG, LINEAR = load_simulated(
+FORWARD, PLAN, CONFIG, LINEAR, CHOICE = load_simulated(
     "rooftile.kernels.gluon.gemm.forward",
     "rooftile.kernels.gluon.gemm.plan",
     "rooftile.kernels.gluon.gemm.config",
     "rooftile.kernels.gluon.linear",
+    "rooftile.kernels.gluon.gemm.choice",
 )
 ACTIVATIONS = list(reference.ACTIVATIONS)
 WIDE = st.builds(
@@ -354,6 +355,16 @@ def test_linear_layers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) 
     assert LINEAR.efficiency(call) == 1.0
     call.format = "onednn"
     assert LINEAR.supports(call) == "it cannot read 'onednn'"
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 2048)]
+)
+def test_layers_that_decode_take_the_kernel_that_loads_weights_early(n: int, k: int) -> None:
+    operands = CHOICE.Operands(2, True, 8, 0, (128, 128), False, True)
+    for m in (8, 16, 64):
+        plan, _ = CHOICE.choose(m, n, k, operands, 132, False)
+        assert type(plan).__name__ == "FewRowsPlan"
 
 
 def test_reasons_for_refusal() -> None:
