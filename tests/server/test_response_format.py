@@ -221,6 +221,25 @@ def test_patterns_of_every_day_are_accepted(pattern: str) -> None:
     checked_schema({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}})
 
 
+@pytest.mark.parametrize("name", ["é", "a/b", 'q"', "back\\slash", "line\n"])
+def test_no_other_property_is_called_as_one_that_is_named(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, name: str
+) -> None:
+    inner = {"type": "object", "properties": {name: {"type": "null"}}}
+    make = compiler.compile(JsonSpec(checked_schema({"type": "array", "items": inner})))
+    key = json.dumps(name, ensure_ascii=False)
+    for value, follows in ("null", True), ("5", False):
+        grammar = make()
+        try:
+            for token in tokenizer.encode(f"[{{{key}: {value}}}]"):
+                grammar.advance(token)
+            accepted = True
+        except ValueError:
+            accepted = False
+        assert accepted == follows
+    assert "additionalProperties" not in inner
+
+
 def test_what_libraries_make_of_types_is_accepted() -> None:
     class Cat(pydantic.BaseModel):
         kind: Literal["cat"]

@@ -7,6 +7,7 @@ something else. An answer that merely looks as if it followed the schema is wors
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,7 @@ OF_TYPES["number"] |= {"multipleOf"}
 ASSERTIONS = frozenset(WHOLE).union(*OF_TYPES.values())
 # Without a type, these are taken for schemas of objects and of arrays.
 IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
+PLAIN = re.compile(r"[ !#-.0-\[\]-~]*")  # a name that JSON has as it is
 # Where schemas stand within a schema: as values of these, in lists of these, as these themselves.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -68,7 +70,9 @@ SINGLE = ("items", "additionalProperties", "propertyNames")
 
 
 def checked_schema(schema: dict[str, Any]) -> str:
-    """The schema as JSON text.
+    """The schema as JSON text, or one that allows less where its own could not be followed: beside names
+    that are not plain ASCII there are no additional properties, which the compiler would let be called
+    the same.
 
     Raises:
         ApiError: 400 for what cannot be followed, or is too large.
@@ -76,6 +80,7 @@ def checked_schema(schema: dict[str, Any]) -> str:
     text = json.dumps(schema)
     if len(text) > MAX_BYTES:
         raise _refused(f"the schema has {len(text)} bytes; at most {MAX_BYTES} are accepted")
+    schema = json.loads(text)  # its own, to change
     values = SchemaValues(schema)
     level: list[Any] = [schema]
     seen: set[int] = set()
@@ -97,7 +102,10 @@ def checked_schema(schema: dict[str, Any]) -> str:
                 raise _refused(f"the schema's multipleOf are more than {MAX_MULTIPLES} in all")
             _check_together(item, values)
             level += [*_within(item), values.target(item)]
-    return text
+            properties = item.get("properties")
+            if isinstance(properties, dict) and not all(map(PLAIN.fullmatch, properties)):
+                item["additionalProperties"] = False
+    return json.dumps(schema)
 
 
 def _within(schema: dict[str, Any]) -> Iterator[Any]:
