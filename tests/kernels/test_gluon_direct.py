@@ -73,3 +73,52 @@ def test_int4_equals_the_dequantised_weight(
     )
     total = a.double().abs() @ dense.abs().T + 1
     assert bool(((got.double() - exact).abs() <= 1e-5 * total).all())
+
+
+ROW, ROW_PLAN = load_simulated(
+    "rooftile.kernels.gluon.gemm.codes_forward", "rooftile.kernels.gluon.gemm.codes_plan"
+)
+PLANS_OF_A_ROW = [
+    None,
+    (2, 2, 1),
+    (4, 3, 2),
+    (1, 9, 1),
+    (8, 1, 1),
+]
+
+
+@settings(max_examples=30)
+@given(
+    n=st.integers(1, 70),
+    k=st.sampled_from([8, 32, 104, 128, 256, 520, 1024, 2104]),
+    plan=st.sampled_from(PLANS_OF_A_ROW),
+    activation=st.sampled_from(["none", "silu"]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    at_rest=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_one_row_is_multiplied_before_values_are_rounded(
+    n: int, k: int, plan: tuple[int, int, int] | None, activation: str, has_bias: bool,
+    has_residual: bool, at_rest: bool, seed: int,
+) -> None:  # fmt: skip
+    """Scales that are powers of two leave nothing to round: the sums are as exact as float32 is."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(1, k, generator=generator).bfloat16()
+    packed = int4_words.pack(torch.randn(n, k, generator=generator))
+    scale = 2.0 ** torch.randint(-4, 3, packed["scale"].shape, generator=generator)
+    scale = scale.bfloat16()
+    bias = torch.randn(n, generator=generator).bfloat16() if has_bias else None
+    residual = torch.randn(1, n, generator=generator).bfloat16() if has_residual else None
+    chosen = ROW_PLAN.RowPlan(*plan) if plan else ROW_PLAN.plan_of_row(n, k)
+    with simulation(seed=seed), weights_at_rest() if at_rest else nullcontext():
+        got = ROW.matmul(
+            *(a, packed["weight"], scale, bias, residual, activation, torch.float32, chosen)
+        )
+    dense = int4_words.unpack(packed["weight"], scale, k).double()
+    wide = (None if x is None else x.double() for x in (bias, residual))
+    exact = reference.matmul(
+        *(a.double(), dense.T, *wide, None, None, activation, torch.float64, False)
+    )
+    total = a.double().abs() @ dense.abs().T + 1
+    assert bool(((got.double() - exact).abs() <= 1e-5 * total).all())

@@ -151,24 +151,53 @@ def test_decoding_shapes_as_chosen(m: int, shape: tuple[int, int]) -> None:
     assert bool(((out - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * added).all())
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (1000, 4096), (4096, 1100), (33, 97), (28672, 1024)])
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 256), (1000, 4096), (4096, 1100), (33, 97), (28672, 1024), (6144, 1024), (1024, 2048),
+     (1024, 3072), (4096, 4096), (5000, 4104), (70, 14336)],
+)  # fmt: skip
 @pytest.mark.parametrize("at_rest", [False, True])
 def test_int4_weights(shape: tuple[int, int], at_rest: bool) -> None:
-    """Against the values that `unpack` says, and a row alone against the same among others."""
+    """Against the values that `unpack` says, and rows against the same among others. One row alone is
+    multiplied before the values are rounded, unless it must not depend on how many there are."""
     n, k = shape
     packed = pack(torch.randn(n, k, device="cuda"), "int4_words")
     dense, bias = unpack(packed).double(), torch.randn(n, device="cuda").bfloat16()
     x = torch.randn(70, k, device="cuda").bfloat16()
-    exact = x.double() @ dense.T + bias.double()
-    allowed = 2**-8 * exact.abs() + 1e-5 * (x.double().abs() @ dense.abs().T + 1)
+    exact, added = x.double() @ dense.T + bias.double(), x.double().abs() @ dense.abs().T + 1
+    allowed = 2**-8 * exact.abs() + 1e-5 * added
     with weights_at_rest() if at_rest else nullcontext():
         whole = linear(x, packed, bias)
         assert bool(((whole.double() - exact).abs() <= allowed).all())
         for m in (1, 3, 8, 9, 16, 33):
-            assert torch.equal(linear(x[:m], packed, bias), whole[:m])
-            gated = matmul(x[:m], packed, bias, "silu", torch.float32)
+            rows = linear(x[:m], packed, bias)
+            off = (rows.double() - exact[:m]).abs()
+            assert torch.equal(rows, whole[:m]) if m > 1 else True
+            assert bool((off <= allowed[:m] + (2**-9 * added[:m] if m == 1 else 0)).all())
+            alike = matmul(x[:m], packed, bias, batch_invariant=True)
+            assert torch.equal(alike, whole[:m])
+            gated = matmul(x[:m], packed, bias, "silu", torch.float32, batch_invariant=True)
             silu = torch.nn.functional.silu(exact[:m])
             assert bool(((gated.double() - silu).abs() <= 2 * allowed[:m]).all())
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("shape", [(64, 256), (28672, 1024), (1000, 4104), (1024, 3072)])
+def test_one_row_and_int4_weights(shape: tuple[int, int], activation: str | None) -> None:
+    """Scales of powers of two: values are not rounded, so that sums are as exact as float32 is."""
+    n, k = shape
+    packed = pack(torch.randn(n, k, device="cuda"), "int4_words")
+    words, scale = packed.tensors["weight"], packed.tensors["scale"]
+    scale.copy_(2.0 ** torch.randint(-3, 3, scale.shape, device="cuda"))
+    words.copy_(torch.randint(-(2**31), 2**31, words.shape, device="cuda"))
+    dense = unpack(packed).double()
+    x, residual = (torch.randn(1, size, device="cuda").bfloat16() for size in (k, n))
+    exact = x.double() @ dense.T
+    off = matmul(x, packed, None, activation, torch.float32, residual).double()
+    if activation:
+        exact = torch.nn.functional.silu(exact)
+    off -= exact + residual.double()
+    assert bool((off.abs() <= 1e-5 * (x.double().abs() @ dense.abs().T + 1)).all())
 
 
 @pytest.mark.parametrize(

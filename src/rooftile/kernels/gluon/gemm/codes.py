@@ -71,17 +71,19 @@ def _axis(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _dequantise():
-    """Eight bfloat16 numbers of a word ($8) and its scale ($9)."""
+def _dequantise(scaled):
+    """Eight bfloat16 numbers of a word ($8), times its scale ($9) if it has one."""
     lines = [".reg .b32 word, pair, scale, middle;"]
-    lines += ["mov.b32 scale, {$9, $9};", "mov.b32 middle, 0x43084308;", "mov.b32 word, $8;"]
+    if scaled:
+        lines.append("mov.b32 scale, {$9, $9};")
+    lines += ["mov.b32 middle, 0x43084308;", "mov.b32 word, $8;"]
     for p in range(4):
         if p:
             lines.append("shr.u32 word, word, 4;")
         lines += [
             "lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;",
             "sub.bf16x2 pair, pair, middle;",
-            "mul.bf16x2 pair, pair, scale;",
+            *(["mul.bf16x2 pair, pair, scale;"] if scaled else []),
             f"mov.b32 {{${2 * p}, ${2 * p + 1}}}, pair;",
         ]
     return "{" + " ".join(lines) + "}"
@@ -113,12 +115,13 @@ def fetch_codes(
 
 
 @gluon.jit
-def dequantised(word, scale, layout: gl.constexpr):
-    """Values [warps_k, tile, tile_k] of words, in the layout of a left operand."""
+def _eight(word, scale):
+    """The values of words [..], by the bits of their places: [.., bit 2, bit 1, bit 0]."""
+    scaled: gl.constexpr = scale is not None
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        _dequantise(),
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
-        [word, scale],
+        _dequantise(scaled),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r" + (",h" if scaled else ""),
+        [word, scale] if scaled else [word],
         dtype=(
             gl.bfloat16,
             gl.bfloat16,
@@ -134,7 +137,34 @@ def dequantised(word, scale, layout: gl.constexpr):
     )
     even_half = gl.join(gl.join(v0, v4), gl.join(v2, v6))
     odd_half = gl.join(gl.join(v1, v5), gl.join(v3, v7))
-    values = gl.join(even_half, odd_half)  # [warps_k, tile, blocks, q, w, bit 2, bit 1, bit 0]
+    return gl.join(even_half, odd_half)
+
+
+@gluon.jit
+def dequantised(word, scale, layout: gl.constexpr):
+    """Values [warps_k, tile, tile_k] of words, in the layout of a left operand (k_width 8)."""
+    values = _eight(word, scale)  # [warps_k, tile, blocks, q, w, bit 2, bit 1, bit 0]
     values = values.permute(0, 1, 2, 4, 3, 5, 6, 7)
     values = values.reshape([word.shape[0], word.shape[1], word.shape[2] * BLOCK])
     return gl.convert_layout(values, layout, assert_trivial=True)
+
+
+@gluon.jit
+def codes_in_pairs(word, layout: gl.constexpr):
+    """The same as whole numbers, -8 to 7, in the layout of a left operand of k_width 2.
+
+    k is in the order in which a thread multiplies two neighbouring pairs of a word at a time, so that
+    the activations it read side by side are the operand: no register is moved.
+    """
+    values = _eight(word, None).permute(0, 1, 2, 4, 5, 6, 3, 7)  # [.., w, bit 2, bit 1, q, bit 0]
+    values = values.reshape([word.shape[0], word.shape[1], word.shape[2] * BLOCK])
+    return gl.convert_layout(values, layout, assert_trivial=True)
+
+
+@gluon.jit
+def in_pairs(x, layout: gl.constexpr):
+    """Activations [warps_k, tile_k, columns], eight along k a thread, in the order of `codes_in_pairs`."""
+    groups: gl.constexpr = x.shape[1] // GROUP
+    y = x.reshape([x.shape[0], groups, 4, 2, 2, 2, x.shape[2]])  # [.., q, bit 2, bit 1, bit 0, ..]
+    y = y.permute(0, 1, 3, 4, 2, 5, 6)
+    return gl.convert_layout(y.reshape(x.shape), layout, assert_trivial=True)

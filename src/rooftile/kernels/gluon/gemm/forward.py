@@ -11,8 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.flags import discard_flags, flags
-from rooftile.kernels.gluon.gemm import direct_forward, few_forward
+from rooftile.kernels.gluon.gemm import codes_forward, direct_forward, few_forward
 from rooftile.kernels.gluon.gemm.choice import AnyPlan, Operands, choose
+from rooftile.kernels.gluon.gemm.codes_plan import plan_of_row
 from rooftile.kernels.gluon.gemm.config import constants
 from rooftile.kernels.gluon.gemm.direct_plan import plan_of_codes
 from rooftile.kernels.gluon.gemm.few_plan import FewRowsPlan, PortablePlan
@@ -20,7 +21,7 @@ from rooftile.kernels.gluon.gemm.kernel import matmul_kernel
 from rooftile.kernels.gluon.gemm.pad import padded
 from rooftile.kernels.gluon.gemm.plan import Plan
 from rooftile.kernels.gluon.gemm.sums import add_parts
-from rooftile.kernels.gluon.gemm.tile_plan import TilePlan, row_unit
+from rooftile.kernels.gluon.gemm.tile_plan import UNIT, TilePlan, row_unit
 from rooftile.kernels.gluon.launch import Box, Launch, multiprocessors
 from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
@@ -66,9 +67,13 @@ def matmul(
     if b.dtype == torch.int32:
         a = a if a.stride(1) == 1 else a.contiguous()
         assert scale_b is not None
-        return direct_forward.matmul(
-            *(a, b.T, scale_b, bias, residual, activation, out_dtype, plan_of_codes(m, n))
-        )
+        operands = (a, b.T, scale_b, bias, residual, activation, out_dtype)
+        # One row is multiplied before weights are rounded, so its bits are not those among others.
+        alone = m == 1 and row_unit(a) == UNIT and b.data_ptr() % _TMA_BYTES == 0
+        row_plan = plan_of_row(n, k) if alone and not batch_invariant else None
+        if row_plan is not None:
+            return codes_forward.matmul(*operands, row_plan)
+        return direct_forward.matmul(*operands, plan_of_codes(m, n))
     if plan is None:
         bare = activation == "none" and residual is None and out_dtype == a.dtype
         plan = _choose(a, b, scale_a is not None, gated, bare, batch_invariant)
