@@ -49,3 +49,19 @@ def test_a_cache_that_cannot_be_written_is_said(
     shown = capsys.readouterr().err
     assert said in shown
     assert "ROOFTILE_CACHE" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("ROOFTILE_CPU_KERNELS", "no", "0, 1"), ("ROOFTILE_CPU_LEVEL", "avx1024", "portable, avx2")],
+)
+def test_a_switch_that_says_nothing_is_refused(
+    name: str, value: str, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    load = library.load.__wrapped__  # what is kept was loaded without the switch
+    with pytest.raises(ValueError, match=f"{name} is '{value}'; choose one of {allowed}"):
+        load()
+    monkeypatch.setenv("ROOFTILE_CPU_KERNELS", "0")
+    monkeypatch.setenv("ROOFTILE_CPU_LEVEL", "")
+    assert "switched off" in load()

@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -35,8 +35,13 @@ LEVEL_NAMES = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 @cache
 def load() -> ctypes.CDLL | str:
-    """The library, or the reason why this machine does not have it."""
-    if os.environ.get("ROOFTILE_CPU_KERNELS") == "0":
+    """The library, or the reason why this machine does not have it.
+
+    Raises:
+        ValueError: a switch has a value that it does not know.
+    """
+    chosen = _level()
+    if _switch("ROOFTILE_CPU_KERNELS", ("0", "1"), "1") == "0":
         return "the native CPU kernels are switched off by ROOFTILE_CPU_KERNELS=0"
     if sys.byteorder != "little":
         return "the native CPU kernels need a little-endian machine"
@@ -48,7 +53,7 @@ def load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"the native CPU kernels cannot be loaded: {error}"
     _declare(library)
-    library.rooftile_choose(_level())
+    library.rooftile_choose(chosen)
     return library
 
 
@@ -99,8 +104,15 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def _level() -> int:
     """ROOFTILE_CPU_LEVEL lowers the instructions used, to measure or to test older machines."""
-    name = os.environ.get("ROOFTILE_CPU_LEVEL", LEVEL_NAMES[-1])
-    return LEVEL_NAMES.index(name) if name in LEVEL_NAMES else len(LEVEL_NAMES) - 1
+    return LEVEL_NAMES.index(_switch("ROOFTILE_CPU_LEVEL", LEVEL_NAMES, LEVEL_NAMES[-1]))
+
+
+def _switch(name: str, values: Sequence[str], default: str) -> str:
+    """What the environment says; empty is as if it were not there."""
+    value = os.environ.get(name) or default
+    if value not in values:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(values)}")
+    return value
 
 
 def _find() -> Path | str:
