@@ -18,6 +18,7 @@ MAX_CUT = 64
 CUT_COST = 4  # such a character counts so often
 MOST_COUNTED = 100  # of one character that is repeated: more of them cost no more
 NARROW, WIDE = "dw", "DWSs"  # escapes of classes: wide ones have characters of `QUOTED`
+NEGATED = "dws"  # in capitals, these stand for all others
 ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 REPEAT = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})\??")
@@ -156,6 +157,7 @@ class _Reader:
             raise Unfollowed("has a quote, backslash or control character, which is not supported")
 
     def _take_class(self) -> None:
+        start = self.at
         self.at += 1
         negated = self.pattern.startswith("^", self.at)
         self.at += negated
@@ -178,6 +180,9 @@ class _Reader:
             self.wide |= inside > 0
             plain |= inside < ord(high) - ord(low) + 1
         self.at += 1
+        text = self.pattern[start : self.at]
+        if negated and any(f"\\{c}" in text and f"\\{c.upper()}" in text for c in NEGATED):
+            raise Unfollowed("has a class of no characters")
         if not plain:
             raise Unfollowed("has a class of characters that JSON escapes, which is not supported")
 
