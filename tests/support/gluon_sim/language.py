@@ -99,6 +99,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if found:
         machine.named_barrier(found[1], int(found[2]), int(found[3]))
         return args[0]
+    if asm == "lg2.approx.ftz.f32 $0, $1;":
+        return args[0].log2()
     if asm == "mov.b32 $0, $1;":
         return args[0]
     if "vote.sync.any" in asm:

@@ -97,10 +97,10 @@ LARGE = {
 # Small pages, whose keys are many boxes: a third stage of keys in the place of the second tile of queries, which
 # are loaded behind the values. Share of dense without and with it: page 16, causal b8 s2048 0.92 0.94, b2 s8192
 # 0.93 0.95, b1 s16384 0.94 0.96, full b2 s8192 0.95 0.97; page 64, causal 0.98 0.97, 0.99 0.97, 0.99 0.98. An
-# item's end takes 1,000 clocks more, and short strips have many ends: us without and with, b16 s1024 286 and 299,
-# b8 s2048 454 and 456.
+# item's end takes 1,000 clocks more, and short strips have many ends: us without and with, b16 s1024 292 and 303,
+# b8 s2048 457 and 460, 477 and 465, b4 s4096 881 and 867, b2 s8192 1696 and 1673.
 SMALL_PAGE = 64  # keys
-SMALL_PAGE_Q_LEN = 2049  # query tokens of the longest request, from which on
+SMALL_PAGE_Q_LEN = 2048  # query tokens of the longest request, from which on
 SMALL_PAGES = {
     LARGE[128]: replace(LARGE[128], registers=(232, 40), k_stages=3, q_stages=1),
 }

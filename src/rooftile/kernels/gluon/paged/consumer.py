@@ -135,6 +135,10 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
     S: gl.constexpr = accumulator_layout(block)
     O: gl.constexpr = accumulator_layout(v_dim)  # noqa: E741
     columns = gl.arange(0, block, columns_of(S))
+    # Where no output takes the place of queries, they are given back under the last product.
+    gives_early: gl.constexpr = (
+        work.packed > 0 and work.overlapped and (work.q_with_values or work.own_output)
+    )
     if group == 0:
         clear_padding(work)
 
@@ -177,7 +181,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 v_ring.release(v_fill)
                 fill = k_ring.after(fill)
                 v_fill = v_ring.after(v_fill)
-            if work.packed > 0 and work.q_with_values:
+            if gives_early:
                 q_ring.release(q_fill)
         else:
             q = q_ring.tile(q_fill)
@@ -195,8 +199,8 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 softmax = start_softmax_at_sink(sinks, GROUP_ROWS, rows_of(S))
             else:
                 softmax = start_softmax(GROUP_ROWS, rows_of(S))
-            o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
             if not work.overlapped:
+                o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
                 if work.sums_in_parts:
                     softmax = in_parts(softmax, GROUP_ROWS)
                 low, high = _whole_tiles(work, first_row, end_row, offset, kv_len)
@@ -230,7 +234,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 softmax = softmax.joined(rows_of(S))
                 v_fill = fill  # both rings have as many stages
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
-                lse = softmax.lse()
+                lse = softmax.lse(fast=True)
                 if work.anchored:  # noqa: SIM102, known at compile time
                     if gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0:
                         o, inverse, lse = _again(
@@ -256,6 +260,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                     s = hide(work, s, positions, last * block + columns, offset, kv_len)
                 p, _alpha, softmax = softmax.step(s, factor, work.lazy, work.software_share)
                 weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
+                o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
                 fill = k_ring.after(fill)
                 follows = tiles > 1
                 if work.rotations > 1:
@@ -304,16 +309,18 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                     v_fill = v_ring.after(v_fill)
                 v_ring.arrived(v_fill)
                 o = multiply(weights, v_ring.tile(v_fill), o)
-                # Under the last product: what the sums of weights say.
+                # Under the last product: what the sums of weights say. A wait for the message, which has
+                # long arrived, ends the basic block: ptxas would hold the product back for it.
+                queue.arrived(slot)
                 too_large = False
                 if work.anchored:
                     # Also where it is NaN: infinity that a later rescaling multiplied with 0.
                     too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
-                if work.packed > 0 and work.q_with_values:
+                if gives_early:
                     # The next item's may come. A second pass needs these; it comes to its end without.
                     q_ring.release(q_fill, pred=not too_large)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
-                lse = softmax.lse()
+                lse = softmax.lse(fast=True)
                 o, weights, inverse, lse = wait(0, deps=[o, weights, inverse, lse])
                 v_ring.release(v_fill)
                 v_fill = v_ring.after(v_fill)
@@ -322,13 +329,14 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                         o, inverse, lse = _again(
                             work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )
-                        if work.packed > 0 and work.q_with_values:
+                        if gives_early:
                             q_ring.release(q_fill)
             else:
-                if work.packed > 0 and work.q_with_values:
+                if gives_early:
                     q_ring.release(q_fill)
+                o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
-                lse = softmax.lse()
+                lse = softmax.lse(fast=True)
             o = o * gl.expand_dims(inverse, 1)
             # What the item is, from its message once more, for the same reason.
             item_row = queue.field(slot, FIRST_ROW)
@@ -366,7 +374,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
         if work.packed > 0:
             if not work.own_output:
                 tma_store_wait(0)
-            if not work.q_with_values:
+            if not gives_early:
                 q_ring.release(q_fill)
         queue.release(slot)
         slot = queue.after(slot)

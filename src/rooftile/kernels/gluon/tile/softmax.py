@@ -137,10 +137,21 @@ class OnlineSoftmax:
         return 1.0 / gl.where(self.total != 0.0, self.total, 1.0)
 
     @gluon.jit
-    def lse(self):
-        """Natural logarithm of the sum of exponentials; -inf where a row saw nothing."""
-        lse = (self.maximum + gl.log2(self.total)) * LN_2
+    def lse(self, fast: gl.constexpr = False):
+        """Natural logarithm of the sum of exponentials; -inf where a row saw nothing.
+
+        fast: by the hardware's logarithm, right to 2^-22, in 2 instructions instead of 25.
+        """
+        log = _fast_log2(self.total) if fast else gl.log2(self.total)
+        lse = (self.maximum + log) * LN_2
         return gl.where(self.total != 0.0, lse, float("-inf"))
+
+
+@gluon.jit
+def _fast_log2(x):
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
