@@ -94,6 +94,7 @@ class SplitSpec:
     groups: int = 0  # capacity: groups of requests that share a prefix; 0: none is looked for
     least_saved: int = 0  # keys that a group must spare reading to attend its prefix once
     whole: int = 0  # no strip is cut where this many of the costliest fit a share; 0: all may be
+    together: int = 1  # requests whose whole strips are taken together, last query tiles first
 
     @property
     def numbers(self) -> list[int]:

@@ -42,6 +42,21 @@ def test_equals_the_specification(batch: tuple[SplitSpec, Lengths]) -> None:
     assert defined(got.tolist(), spec) == defined(expected, spec)
 
 
+@pytest.mark.parametrize("together", [1, 2, 3, 16])
+def test_whole_strips_of_several_requests_equal_the_specification(together: int) -> None:
+    q_lens, kv_lens = [70, 0, 33, 5, 128, 64, 90], [90, 40, 33, 500, 128, 600, 90]
+    spec = SplitSpec(
+        batch=8, tokens=400, max_q_len=128, max_kv_len=600, group_size=4, num_kv_heads=2, left=-1,
+        right=0, kv_tile=64, tile_rows=(64, 128), tile_cost=(100, 150), item_cost=80, num_ctas=2,
+        min_piece=1, whole=1, together=together,
+    )  # fmt: skip
+    cu = torch.tensor([0, *q_lens, 0]).cumsum(0).int()
+    got = kernel.split_kv(cu, torch.tensor([*kv_lens, 0], dtype=torch.int32), spec.numbers).tolist()
+    expected = plan(spec, q_lens, kv_lens)
+    assert expected.drawn
+    assert defined(got, spec) == defined(expected.words(spec), spec)
+
+
 @settings(max_examples=40)
 @given(batch=sharing_batches())
 def test_shared_prefixes_equal_the_specification(

@@ -40,6 +40,7 @@ def batches(draw: st.DrawFn) -> tuple[SplitSpec, Lengths]:
         min_piece=draw(st.integers(1, 3)),
         piece=draw(st.sampled_from([0, 0, 1, 4])),
         whole=draw(st.sampled_from([0, 0, 1, 3])),
+        together=draw(st.sampled_from([1, 2, 5])),
     )
     return spec, lengths
 

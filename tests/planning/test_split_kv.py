@@ -292,6 +292,23 @@ def test_many_query_tiles_are_drawn_whole_those_with_most_keys_first() -> None:
     assert planned(replace(spec, whole=0), [(2048, 2048)] * 4).drawn == 0
 
 
+def test_whole_strips_of_requests_together_come_last_query_tiles_first() -> None:
+    spec = replace(SPEC, batch=5, tokens=500, max_q_len=100, max_kv_len=900, num_kv_heads=2,
+                   group_size=4, tile_rows=(64,), tile_cost=(100,), num_ctas=2, whole=1,
+                   right=0)  # fmt: skip
+    q_lens, kv_lens = [100, 40, 100, 7, 90], [100, 900, 100, 7, 90]
+    alone = plan(spec, q_lens, kv_lens)
+    found = plan(replace(spec, together=2), q_lens, kv_lens)
+    assert alone.drawn
+    items = [item for item in found.items if item is not None]
+    assert sorted(items) == sorted(item for item in alone.items if item is not None)
+    places = [((item.request + 1) // 2, -item.row_begin) for item in items]
+    assert places == sorted(places)  # the first request alone, then 1 and 2, and 3 and 4
+    assert {item.request for item in items[:14]} == {0}
+    assert [item.request for item in items[14:22]] == [2] * 8
+    assert {item.request for item in items[24:28]} == {1, 2}
+
+
 def test_lengths_beyond_the_capacities_are_refused() -> None:
     for lengths, message in (
         ([(1, 1)] * 65, "65 requests and the spec is made for 64; make one with batch = 65"),

@@ -22,9 +22,10 @@ written by somebody. As few CTAs are used as gives each `item_cost + min_piece *
 
 **Whole strips** (`whole` > 0, without fixed pieces and groups). Where `whole` of the costliest strip fit
 into each CTA's share, no strip is cut: CTA 0 is given all of them, and the header says how many. Whoever
-runs the plan lets CTAs draw them one at a time, in the order of the line. CTAs then work at the same
-time on strips that stand next to each other, which see the same keys: these are read from memory
-once, and the cheap strips of a request come last, so little remains to be balanced.
+runs the plan lets CTAs draw them one at a time, in order. CTAs then work at the same time on strips that
+stand next to each other, which see the same keys: these are read from memory once. `together` requests
+at a time, counted from the end of the capacity, stand side by side, query tile by query tile from the end:
+the cheap strips of all of them come last, so little remains to be balanced.
 
 **Fixed pieces** (`piece` > 0, batch-invariant): each strip is cut at multiples of `piece` KV tiles
 and nowhere else, so what is summed in which order depends on the request alone. A request's
@@ -274,6 +275,12 @@ def plan(
     drawn = len(line) if _whole(spec, line, total) else 0
     if drawn:
         used = 1
+        line.sort(
+            key=lambda strip: (
+                -((spec.batch - 1 - strip.request) // spec.together),
+                -strip.query_tile,
+            )
+        )
     cuts = _cuts(spec, line, total, used)
 
     # Parts: the whole of a strip, or where cuts are inside of it, what lies between them.

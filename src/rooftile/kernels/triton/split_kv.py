@@ -154,8 +154,27 @@ def _write_merges(
 
 
 @triton.jit
+def _drawn_place(r, back, head, valid, entry_of, batch, num_kv_heads, together):
+    """Where a strip stands among whole ones; back: query tiles of its request that come after it."""
+    end_of_section = batch - (batch - 1 - r) // together * together
+    section = tl.maximum(end_of_section - together, 0)
+    before = tl.load(entry_of + section, mask=valid, other=0).to(tl.int32)
+    begin = before
+    tile = tl.load(entry_of + r + 1, mask=valid, other=0).to(tl.int32)
+    tile = tile - tl.load(entry_of + r, mask=valid, other=0).to(tl.int32) - 1 - back
+    for i in range(together):
+        other = section + i
+        exists = valid & (other < end_of_section)
+        end = tl.load(entry_of + other + 1, mask=exists, other=0).to(tl.int32)
+        tiles = tl.where(exists, end - begin, 0)
+        before += tl.maximum(tiles - 1 - tile, 0) + tl.where((other < r) & (tiles > tile), 1, 0)
+        begin = end
+    return before * num_kv_heads + head
+
+
+@triton.jit
 def _write_items(
-    strips, items_at,
+    strips, items_at, drawn, together,
     lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of, cut_strip,
     cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size, num_kv_heads, left, right,
     kv_tile,
@@ -198,7 +217,12 @@ def _write_items(
             slot = tl.load(cut_slots + by).to(tl.int32) - tl.where(continues, 1, 2)
             merge = tl.load(cut_merges + by).to(tl.int32) - 1
         stop = tl.where(breaks, kv_begin + ends_at, kv_end)
-        words = plan + items_at + index * ITEM_WORDS
+        place = index
+        if drawn > 0:
+            place = _drawn_place(
+                r, of_strip // num_kv_heads, head, valid, entry_of, batch, num_kv_heads, together
+            )
+        words = plan + items_at + place * ITEM_WORDS
         tl.store(words, r, mask=valid)
         tl.store(words + 1, head, mask=valid)
         tl.store(words + 2, row_begin, mask=valid)
@@ -216,7 +240,16 @@ def _write_items(
 @triton.jit(
     do_not_specialize=[
         *("batch", "batch_steps", "entry_capacity", "entry_steps", "merges_at", "items_at"),
-        *("scratch_size", "left", "right", "group_size", "num_kv_heads", "kv_tile", "item_cost"),
+        *(
+            "scratch_size",
+            "left",
+            "right",
+            "group_size",
+            "num_kv_heads",
+            "kv_tile",
+            "item_cost",
+            "together",
+        ),
     ]
 )
 def split_kv_kernel(
@@ -238,6 +271,7 @@ def split_kv_kernel(
     right,
     kv_tile,
     item_cost,
+    together,
     tile_rows: tl.constexpr,
     tile_cost: tl.constexpr,
     cta_count: tl.constexpr,
@@ -403,7 +437,7 @@ def split_kv_kernel(
             block,
         )  # fmt: skip
     _write_items(
-        entries * num_kv_heads, items_at,
+        entries * num_kv_heads, items_at, drawn, together,
         lane, plan, cu_seqlens_q, kv_lens, batch, batch_steps, entry_of, slot_of, merge_of,
         cut_strip, cut_tile, cut_place, cut_slots, cut_merges, merge_slot, group_size,
         num_kv_heads, left, right, kv_tile, tile_rows, tile_cost, cta_count, cta_block, piece,
@@ -451,6 +485,7 @@ def split_kv(
             spec.right,
             spec.kv_tile,
             spec.item_cost,
+            spec.together,
             tile_rows=spec.tile_rows,
             tile_cost=spec.tile_cost,
             cta_count=spec.num_ctas,  # Triton takes num_ctas for itself

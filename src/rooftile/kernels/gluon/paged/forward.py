@@ -270,7 +270,17 @@ def _spec(
         min_piece=config.min_piece,
         piece=_PIECE if batch_invariant else 0,
         whole=_WHOLE if config.drawn and most_rows > config.tile_rows[-1] else 0,
+        together=_together(num_kv_heads * (k_dim + v_dim) * max_kv_len * 2) if right >= 0 else 1,
     )
+
+
+def _together(kv_bytes: int) -> int:
+    """Requests, of so many bytes of keys and values each, whose strips stand side by side.
+
+    H200, d64 causal, us with one request at a time and with sections of 8, 12 and 24 MiB: b16 s1024 page 64
+    171 168 166 168, page 16 177 - 172 174; b8 s2048 281 275 272 275, 290 284 285 284. d128: the same.
+    """
+    return max(1, min(_SECTION_BYTES // max(kv_bytes, 1), _MOST_TOGETHER))
 
 
 def _even(ctas: int) -> int:
@@ -285,6 +295,8 @@ def _even(ctas: int) -> int:
 
 _EVEN = 64
 _PIECE = 32  # KV tiles of a fixed piece
+_SECTION_BYTES = 12 * 2**20
+_MOST_TOGETHER = 16
 _WHOLE = 3  # of the costliest strip in a CTA's share
 
 
