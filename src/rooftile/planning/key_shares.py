@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from heapq import heappop, heapreplace
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 WORDS = 8  # of an item in the table
@@ -161,11 +162,22 @@ def whole_tiles(tiles: Sequence[Tile], heads: int, ctas: int, costs: Costs, toge
     total = len(tiles) * heads
     if counts[0] == counts[-1]:
         return -(-total // ctas) * (counts[0] * costs.block + costs.item)
-    clocks = sum(counts) * heads * costs.block + total * costs.item
-    # A CTA takes its second tile when it has begun with its first, whatever that takes.
-    first_two = counts[0] * costs.block + costs.item
-    if total > ctas:
-        section, at = divmod(ctas, together * len(tiles))
-        width = min(together, heads - section * together)
-        first_two += counts[at // width] * costs.block + costs.item
-    return max(first_two, -(-clocks // ctas))
+    sections = (min(together, heads - first) for first in range(0, heads, together))
+    in_turn = (
+        count * costs.block + costs.item
+        for width in sections
+        for count in counts
+        for _ in range(width)
+    )
+    # When a CTA is free, and what it takes then: it draws its next tile when it begins with one.
+    held = [(0, cta, clocks) for cta, clocks in enumerate(islice(in_turn, ctas))]
+    latest = 0
+    while held:
+        now, cta, clocks = held[0]
+        latest = max(latest, now + clocks)
+        following = next(in_turn, None)
+        if following is None:
+            heappop(held)
+        else:
+            heapreplace(held, (now + clocks, cta, following))
+    return latest
