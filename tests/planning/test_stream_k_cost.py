@@ -22,6 +22,7 @@ from rooftile.bench.ops.gemm_plans import (
 )
 from rooftile.planning.hardware import ASCEND_910B, B200, H100, H200
 from rooftile.planning.stream_k import Product, data_parallel
+from rooftile.planning.stream_k_bound import bound_of
 from rooftile.planning.stream_k_choice import (
     EQUAL,
     candidates,
@@ -36,10 +37,8 @@ from rooftile.planning.stream_k_cost import (
     clusters,
     counts,
     is_passing,
-    least_seconds,
     predict,
     row_alignment,
-    steps_alone,
     why,
 )
 from rooftile.planning.stream_k_prices import (
@@ -72,8 +71,6 @@ def test_the_choice_is_the_least_of_all_candidates_or_has_fewer_parts(
     assert min(times) <= chosen.seconds <= EQUAL * min(times)
     equal = [p for p, time in zip(plans, times, strict=True) if time <= EQUAL * min(times)]
     assert cuts(chosen.decomposition) == min(map(cuts, equal))
-    for plan, seconds in zip(plans, times, strict=True):
-        assert steps_alone(plan, H200, itemsize) <= seconds
 
 
 @given(SIZES, SIZES, SIZES)
@@ -220,14 +217,14 @@ def test_products_are_turned_where_that_fills_the_machine() -> None:
 
 
 @given(SIZES, SIZES, SIZES, ALIGNMENTS)
-def test_no_plan_takes_less_than_what_is_known_of_its_tiles(
-    m: int, n: int, k: int, rows: tuple[int, int]
-) -> None:
+def test_no_plan_takes_less_than_its_bounds(m: int, n: int, k: int, rows: tuple[int, int]) -> None:
     product = Product(m, n, k)
     for tiling in tilings_for(product):
-        least = least_seconds(product, tiling, H200)
+        bound = bound_of(product, tiling, H200)
         for plan in candidates(product, H200.units, [tiling]):
-            assert least <= predict(plan, H200, 2, rows, True) * (1 + 1e-9)
+            seconds = predict(plan, H200, 2, rows, True) * (1 + 1e-9)
+            assert bound.seconds <= seconds
+            assert bound.of(plan) <= seconds
 
 
 def test_why_says_what_binds() -> None:

@@ -18,13 +18,12 @@ from rooftile.planning.stream_k import (
     split_k,
     stream_k,
 )
+from rooftile.planning.stream_k_bound import bound_of
 from rooftile.planning.stream_k_cost import (
     WHOLE_LINES,
     clusters,
     is_apart,
-    least_seconds,
     predict,
-    steps_alone,
     why,
 )
 from rooftile.planning.stream_k_prices import (
@@ -207,17 +206,17 @@ def choose(
     if turnable and min(turned.m, turned.n) > FEW_ROWS and turned.m != turned.n:
         of_turned = tilings_for(turned, itemsize, plain, machine.units)
         options += [(turned, tiling) for tiling in of_turned if may_be_transposed(tiling)]
-    least_times = [least_seconds(*option, machine, itemsize) for option in options]
+    bounds = [bound_of(*option, machine, itemsize) for option in options]
     fastest = math.inf
     timed: list[tuple[float, Decomposition]] = []
-    for i in sorted(range(len(options)), key=least_times.__getitem__):
-        if least_times[i] > EQUAL * fastest:
+    for bound in sorted(bounds, key=lambda x: x.seconds):
+        if bound.seconds > EQUAL * fastest:
             break
-        what, tiling = options[i]
-        for plan in candidates(what, machine.units, [tiling]):
+        what = bound.product
+        for plan in candidates(what, machine.units, [bound.tiling]):
             if what is turned and is_apart(plan):
                 continue
-            if steps_alone(plan, machine, itemsize) > EQUAL * fastest:
+            if bound.of(plan) > EQUAL * fastest:
                 continue  # most of them, and a tenth of the work
             seconds = predict(plan, machine, itemsize, rows, plain, what is turned)
             fastest = min(fastest, seconds)

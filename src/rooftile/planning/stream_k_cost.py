@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from rooftile.planning.hardware import Machine
-from rooftile.planning.stream_k import STREAMED, Decomposition, Product, Tiling
+from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
 from rooftile.planning.stream_k_prices import Counts, machinery
 
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
@@ -89,7 +89,7 @@ def is_passing(
     )
 
 
-def _multiplying(tiling: Tiling, machine: Machine, itemsize: int) -> float:
+def multiplying(tiling: Tiling, machine: Machine, itemsize: int) -> float:
     """Clocks of a CTA's matrix unit in a step."""
     flops = 2 * tiling.cta_m * tiling.cta_n * tiling.block_k
     return flops * itemsize / 2 / machine.matrix_flops_per_clock
@@ -144,7 +144,7 @@ def counts(
     operands = float((m + n) * k * itemsize)
     moved = operands + m * n * itemsize
     return Counts(
-        _multiplying(tiling, machine, itemsize),
+        multiplying(tiling, machine, itemsize),
         min(flops / HOT_FLOPS * itemsize / 2, 1.0),
         of_a + of_b,
         block_m + block_n,
@@ -185,39 +185,6 @@ def predict(
     passing = plain and is_passing(plan, itemsize, rows)
     found = counts(plan, machine, itemsize, rows, passing, transposed)
     return known.prices.seconds(found, known.pace_of(plan.tiling))
-
-
-def least_seconds(product: Product, tiling: Tiling, machine: Machine, itemsize: int = 2) -> float:
-    """Seconds that no plan with these tiles goes below: whole tiles in turn, or all multiprocessors busy
-    until the end and parts to add."""
-    known = machinery(machine)
-    prices, tiles = known.prices, tiling.tiles(product)
-    iterations, units = tiling.iterations(product), clusters(machine.units, tiling.ctas)
-    steps: float = -(-tiles // units) * -(-iterations // tiling.split)
-    one = known.pace_of(tiling) * _step_alone(tiling, machine, itemsize)
-    stepping = steps * one
-    if tiling.split == 1:
-        even = tiles * iterations / units * one
-        stepping = min(stepping, even + min(prices.apart, prices.published))
-    m, n, k = product.m, product.n, product.k
-    reading = ((m + n) * k + m * n) * itemsize / prices.passing_bandwidth
-    s = prices.sharpness
-    return prices.launch + (stepping**s + reading**s) ** (1 / s)
-
-
-def _step_alone(tiling: Tiling, machine: Machine, itemsize: int) -> float:
-    """Seconds of a step, as far as they depend on nothing but the tile."""
-    prices = machinery(machine).prices
-    received = prices.received * (tiling.cta_m + tiling.cta_n)
-    return max(_multiplying(tiling, machine, itemsize), received) / prices.clock
-
-
-def steps_alone(plan: Decomposition, machine: Machine, itemsize: int = 2) -> float:
-    """Seconds that `predict` does not go below, and that are known sooner."""
-    known, tiling = machinery(machine), plan.tiling
-    steps = plan.most.steps / tiling.split
-    one = known.pace_of(tiling) * _step_alone(tiling, machine, itemsize)
-    return known.prices.launch + steps * one
 
 
 def costs_of(plan: Decomposition, machine: Machine) -> Costs:
