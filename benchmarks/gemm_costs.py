@@ -192,7 +192,10 @@ def fit_vendor(records: Sequence[Record], unit: int) -> Vendor:
         ]
 
     start = numpy.zeros(len(VENDOR_GUESSES[unit]))
-    found = least_squares(off, start, loss="soft_l1", f_scale=0.05, max_nfev=300)
+    bound = numpy.full_like(start, 4.0)
+    found = least_squares(
+        off, start, bounds=(-bound, bound), loss="soft_l1", f_scale=0.05, max_nfev=300
+    )
     values = numpy.array(VENDOR_GUESSES[unit]) * numpy.exp(found.x)
     return Vendor(*(float(f"{value:.4g}") for value in values))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy
 from scipy.optimize import least_squares
 
-from rooftile.bench.ops.gemm_plans import TILES, level, pooled, read_records
+from rooftile.bench.ops.gemm_plans import DEEP_TILES, TILES, is_deep, level, pooled, read_records
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product
@@ -29,13 +29,15 @@ COPY_SECONDS = 1.2e-6  # that a launch of copies adds to that of the product
 MACHINE = ("launch", "start", "bandwidth", "sharpness")
 
 
-def predicted(x: Sequence[float], shape: str, product: Product) -> float:
-    """Microseconds; planning/tile_cost.py has the same in seconds."""
+def predicted(x: Sequence[float], shape: str, product: Product, deep: bool = False) -> float:
+    """Microseconds; planning/tile_cost.py has the same in seconds. deep: with a ring of six stages."""
     launch, start, bandwidth, sharpness = x[:4]
     unit = math.gcd(product.k, 8)
     at = 4 + 10 * list(RESIDENT).index(shape)
     odd = x[at]
     setup, work, latency = x[at + 1 + 3 * UNITS.index(2 if unit == 4 else unit) :][:3]
+    if deep:
+        latency = x[4 + 10 * len(RESIDENT) + list(RESIDENT).index(shape)]
     block_m, block_n = map(int, shape.split("x"))
     tiles = -(-product.m // block_m) * -(-product.n // block_n)
     share, steps = -(-tiles // H200.units), -(-product.k // STEP)
@@ -50,7 +52,7 @@ def predicted(x: Sequence[float], shape: str, product: Product) -> float:
 def main(file: Path) -> None:
     records = level(read_records(file))
     best = {record.case: min(record.plans.values()) for record in pooled(records) if record.plans}
-    known: list[tuple[str, Product, float, float]] = []
+    known: list[tuple[str, Product, bool, float, float]] = []
     copies: list[tuple[float, float]] = []  # bytes, microseconds of their launch
     for record in records:
         product = record.product
@@ -59,17 +61,21 @@ def main(file: Path) -> None:
             if name != shape and shape in RESIDENT and us < MOST_US:
                 # What is much slower than another plan, or the library, will not be chosen.
                 slower = us / min(best[record.case], record.vendor)
-                known.append((shape, product, us, 1 if slower < NEAR else 2 if slower < FAR else 4))
+                deep = record.run >= DEEP_TILES and is_deep(record, name)
+                far = 1 if slower < NEAR else 2 if slower < FAR else 4
+                known.append((shape, product, deep, us, far))
         if record.copies is not None:
             copies.append(((product.m + product.n) * product.k * 2.0, record.copies))
 
     def off(x: Sequence[float]) -> list[float]:
-        return [math.log(predicted(numpy.abs(x), *row[:2]) / row[2]) / row[3] for row in known]
+        return [math.log(predicted(numpy.abs(x), *row[:3]) / row[3]) / row[4] for row in known]
 
-    guess = [4.0, 5.0, 3.5, 2.5] + [2.0, *(0.5, 0.5, 1.0) * 3] * len(RESIDENT)
+    guess = (
+        [4.0, 5.0, 3.5, 2.5] + [2.0, *(0.5, 0.5, 1.0) * 3] * len(RESIDENT) + [0.2] * len(RESIDENT)
+    )
     x = numpy.abs(least_squares(off, guess, loss="soft_l1", f_scale=0.05, max_nfev=400).x)
     print(json.dumps({H200.name: as_data([float(v) for v in x], copies)}, indent=2))
-    near = [error for error, row in zip(off(x), known, strict=True) if row[3] == 1]
+    near = [error for error, row in zip(off(x), known, strict=True) if row[4] == 1]
     print(f"{len(near)} times of tiles that are near the best are off by {numpy.std(near):.1%}")
 
 
@@ -91,6 +97,7 @@ def as_data(x: Sequence[float], copies: list[tuple[float, float]]) -> dict[str, 
         costs: dict[str, object] = {"resident": resident, "odd": seconds(odd)}
         for j, name in enumerate(("setup", "work", "latency")):
             costs[name] = {str(unit): seconds(rest[3 * u + j]) for u, unit in enumerate(UNITS)}
+        costs["deep"] = seconds(x[4 + 10 * len(RESIDENT) + i])
         tiles[shape] = costs
     return data | {"tiles": tiles}
 

@@ -43,11 +43,12 @@ from rooftile.planning.stream_k_cost import (
     row_alignment,
 )
 from rooftile.planning.stream_k_prices import STEP_BYTES
-from rooftile.planning.tile_cost import predict_tiles, suits_tiles
+from rooftile.planning.tile_cost import DEEP, predict_tiles, stages_of, suits_tiles
 from rooftile.planning.vendor_cost import MARGIN, broken_share, predict_vendor
 
 TILES, PASSING, TURNED = " tiles", " +", "T "
 PARTS_AT_ONCE = 7  # the first run whose kernel read more than eight parts at a time
+DEEP_TILES = 20  # the first run whose small tiles had rings of six stages
 SMALL_US = 20.0  # of products whose launch is much of their time
 ITEMSIZE = 2
 
@@ -124,7 +125,8 @@ def level(records: Sequence[Record]) -> list[Record]:
 
 
 def current(records: Sequence[Record]) -> list[Record]:
-    """Without parts that an older kernel added (before PARTS_AT_ONCE), where a later run timed any."""
+    """Without parts that an older kernel added (before PARTS_AT_ONCE), where a later run timed any, and without
+    small tiles that have deeper rings since (before DEEP_TILES)."""
 
     def adds_apart(record: Record, name: str) -> bool:
         return not name.endswith(TILES) and is_apart(plan_named(record.product, name))
@@ -139,8 +141,20 @@ def current(records: Sequence[Record]) -> list[Record]:
         if record.run < PARTS_AT_ONCE and record.case in retimed:
             kept = {n: us for n, us in record.plans.items() if not adds_apart(record, n)}
             record = replace(record, plans=kept)
+        if record.run < DEEP_TILES:
+            kept = {n: us for n, us in record.plans.items() if not is_deep(record, n)}
+            record = replace(record, plans=kept)
         found.append(record)
     return found
+
+
+def is_deep(record: Record, name: str) -> bool:
+    """Whether these are small tiles whose ring has six stages, four before run DEEP_TILES."""
+    if not name.endswith(TILES):
+        return False
+    block_m, block_n = map(int, name.removesuffix(TILES).split("x"))
+    unit = math.gcd(record.product.k, 8)
+    return stages_of(record.product, block_m, block_n, unit, H200.units) == DEEP
 
 
 def pooled(records: Iterable[Record]) -> list[Record]:

@@ -15,7 +15,12 @@ from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Product
-from rooftile.planning.tile_cost import predict_copies, predict_tiles, suits_tiles
+from rooftile.planning.tile_cost import (
+    predict_copies,
+    predict_tiles,
+    stages_of,
+    suits_tiles,
+)
 
 TILES = ((64, 32), (64, 64), (128, 64))
 # Predictions are of a product alone. One after another, as in an engine, few rows take half as long by the
@@ -79,5 +84,6 @@ def choose(
         for block_m, block_n in TILES:
             predicted = predict_tiles(Product(m, n, k), block_m, block_n, operands.unit, machine)
             if predicted is not None and predicted < seconds:
-                best, seconds = TilePlan(block_m, block_n, predicted), predicted
+                stages = stages_of(Product(m, n, k), block_m, block_n, operands.unit, num_sms)
+                best, seconds = TilePlan(block_m, block_n, predicted, stages=stages), predicted
     return best, seconds

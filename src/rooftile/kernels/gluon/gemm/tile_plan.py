@@ -7,6 +7,8 @@ from math import gcd
 
 from torch import Tensor
 
+from rooftile.planning.tile_cost import STAGES
+
 UNIT = 8  # elements of 2 bytes that are loaded at a time, at most
 
 
@@ -19,7 +21,7 @@ class TilePlan:
     seconds: float = 0.0
     block_k: int = 64
     warps: int = 4
-    stages: int = 4
+    stages: int = STAGES
 
 
 def row_unit(x: Tensor) -> int:  # [rows, columns] of 2-byte elements, columns contiguous
