@@ -357,6 +357,24 @@ def test_linear_layers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) 
     assert LINEAR.supports(call) == "it cannot read 'onednn'"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_loaded_early_is_a_weight(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are what the kernel before computes, also where they are the right operand."""
+    a, b = (torch.ones(rows, 64).bfloat16() for rows in (136, 72))
+    early, launch = [], FORWARD._launch
+
+    def spy(*arguments: Any) -> Any:
+        early.append(arguments[-1])
+        return launch(*arguments)
+
+    monkeypatch.setattr(FORWARD, "_launch", spy)
+    sizes = (72, 136) if turned else (136, 72)
+    plan = replace(planned(CONFIG.SQUARE, "data-parallel", *sizes, 64, 2), transposed=turned)
+    got = product(a, b.T, plan=plan, at_rest=True)
+    assert torch.equal(got, torch.full((136, 72), 64.0).bfloat16())
+    assert early == [not turned]
+
+
 @pytest.mark.parametrize(
     ("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 2048)]
 )

@@ -93,7 +93,7 @@ def matmul(
     out = a.new_empty((m, n // 2 if gated else n), dtype=out_dtype)
     given = b
     (a, a_by_rows), (b, b_by_rows) = _operands(a, b)
-    copied = b is not given
+    may_rest = b is given and not plan.transposed
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     if plan.transposed:
@@ -103,11 +103,11 @@ def matmul(
         parts = torch.empty(
             (plan.group_ctas, plan.part_rows, columns), dtype=torch.float32, device=a.device
         )
-        _run(plan, (a, a_by_rows), (b, b_by_rows), parts.flatten(0, 1), n, not copied)
+        _run(plan, (a, a_by_rows), (b, b_by_rows), parts.flatten(0, 1), n, may_rest)
         add_parts(parts, out, None if bias is None else bias.contiguous(), residual, activation)
         return out
     _run(
-        plan, (a, a_by_rows), (b, b_by_rows), out, b.shape[1], not copied, bias, residual,
+        plan, (a, a_by_rows), (b, b_by_rows), out, b.shape[1], may_rest, bias, residual,
         (scale_a, scale_b), activation,
     )  # fmt: skip
     return out
@@ -119,7 +119,7 @@ def _run(
     b_operand: tuple[Tensor, bool],  # [k, n]
     out: Tensor,  # [m, n of the result]; or where parts are stored by themselves, these
     n: int,
-    where_it_lay: bool,  # b is no copy
+    may_rest: bool,  # b is what was given, no copy: its first stages may be loaded early
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -140,7 +140,7 @@ def _run(
         tuple(None if x is None else x.dim() for x in (scale_a, scale_b)),
         a_rows,
         out.stride(0),
-        are_weights_at_rest() and where_it_lay and not plan.config.joined,
+        are_weights_at_rest() and may_rest and not plan.config.joined,
     )
     if plan.stream_tiles and not plan.apart:
         parts = torch.empty(plan.part_elements, dtype=torch.float32, device=a.device)
