@@ -40,7 +40,7 @@ def test_each_machine(machine: str, said: list[str]) -> None:
 
 def test_the_choice_is_the_kernels_own_table() -> None:
     table = tiles._hopper_table()
-    for text in ("b32 s256 h16/16 d64 full", "b1 s16384 h32/32 d64 full", CASE):
+    for text in ("b32 s256 h16/16 d64 causal", "b1 s16384 h32/32 d64 full", CASE):
         case = attention_case(text)
         config = table.config_of(case.k_dim, case.v_dim, case.q_lens[0], 0 if case.causal else -1)
         chosen = tiles.choice(case, "h200")
@@ -49,7 +49,7 @@ def test_the_choice_is_the_kernels_own_table() -> None:
         other = (config.tile_rows, config.block) != (usual.tile_rows, usual.block)
         assert ("instead of" in chosen.reason) == other
         assert ("row maximum" in chosen.reason) == config.anchored
-    short = table.short_of(128, 128, 100, True)
+    short = table.short_of(128, 128, 100, True, True)
     chosen = tiles.choice(attention_case("b32 s100 h16/16 d128 causal"), "h200")
     assert (chosen.tile.rows, chosen.tile.block) == (short.rows, short.keys)
     assert f"{short.ctas} CTAs" in chosen.reason

@@ -101,13 +101,29 @@ def test_every_tile_is_taken_once(short: Any, units: int) -> None:
 def test_which_calls_are_short() -> None:
     """Plain calls whose keys are one tile; the lengths are those of docs/performance.md."""
     for dim, plain in itertools.product((32, 64, 96, 128, 256), (False, True)):
-        chosen = CONFIG.short_of(dim, dim, 128, plain)
+        chosen = CONFIG.short_of(dim, dim, 128, plain, False)
         assert (chosen is not None) == (plain and dim in (64, 128))
-    assert CONFIG.short_of(64, 32, 100, True) is None
-    for dim in (64, 128):
-        most = max(short.keys for short in SHORTS if short.dim == dim)
-        assert CONFIG.short_of(dim, dim, most, True).keys == most
-        assert CONFIG.short_of(dim, dim, most + 1, True) is None
+    assert CONFIG.short_of(64, 32, 100, True, False) is None
+    for dim, causal in itertools.product((64, 128), (False, True)):
+        shorts = CONFIG.SHORT_CAUSAL if causal else SHORTS
+        most = max(short.keys for short in shorts if short.dim == dim)
+        assert CONFIG.short_of(dim, dim, most, True, causal).keys == most
+        assert CONFIG.short_of(dim, dim, most + 1, True, causal) is None
+
+
+@pytest.mark.parametrize("short", SHORTS, ids=str)
+def test_an_lse_that_nobody_reads_is_not_written(short: Any) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 100, 2, short.dim, generator=g).bfloat16() for _ in range(3))
+    outs = [torch.full_like(q, math.nan) for _ in range(2)]
+    lses = [torch.full(q.shape[:-1], math.nan) for _ in range(2)]
+    with simulation(seed=5):
+        for results in (1, 2):
+            fill = SHORT.bind_short(q, k, v, 0, 0.125, short, 1, results)
+            fill(q, k, v, outs[results - 1], lses[results - 1])
+    assert torch.equal(*outs)
+    assert bool(lses[0].isnan().all())
+    assert not bool(lses[1].isnan().any())
 
 
 @pytest.mark.parametrize("short", SHORTS, ids=str)
@@ -115,8 +131,10 @@ def test_the_operator_takes_it(short: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(DENSE, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(DENSE, "config_of", None)  # of the other kernel
     g = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(2, 70, 2, short.dim, generator=g).bfloat16() for _ in range(3))
-    options = (None, -1, 0, 0.0)
+    length = short.keys - 58
+    q, k, v = (torch.randn(2, length, 2, short.dim, generator=g).bfloat16() for _ in range(3))
+    right = 0 if short in CONFIG.SHORT_CAUSAL else -1
+    options = (None, -1, right, 0.0)
     with simulation(seed=4):
         out, _ = KERNEL.attention(q, k, v, *options, 0.125)
         turned, _ = KERNEL.attention(q, k, v, *options, -0.125)  # by way of new tensors
@@ -124,5 +142,5 @@ def test_the_operator_takes_it(short: Any, monkeypatch: pytest.MonkeyPatch) -> N
         moved, _ = KERNEL.attention(shifted, k, v, *options, 0.125)
     assert torch.equal(moved, out)
     for got, scale in ((out, 0.125), (turned, -0.125)):
-        exact, _ = exact_of(q, k, v, 0, scale)
+        exact, _ = exact_of(q, k, v, right, scale)
         assert (got.double() - exact).abs().max() < 0.02

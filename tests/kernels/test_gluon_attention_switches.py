@@ -66,6 +66,46 @@ def test_an_anchored_maximum_bears_any_scores(
     check_dense(q, k, v, sink, *window, 0.0, config.dim**-0.5, seed=seed, config=config)
 
 
+@settings(max_examples=25)
+@given(
+    config=st.sampled_from(
+        [
+            CONFIG.CONFIGS[128],
+            CONFIG.SHORT_128,
+            CONFIG.ANCHORED[128],
+            CONFIG.DRAWN_64,
+            replace(CONFIG.SHORT_128, anchored=True, sums_in_parts=True),
+        ]
+    ),
+    lengths=st.sampled_from([(1, 64), (65, 128), (256, 256), (300, 300), (200, 420), (520, 250)]),
+    heads=st.integers(1, 3),
+    window=st.sampled_from(WINDOWS),
+    dynamic=st.sampled_from(["always", "never"]),
+    by_threads=st.booleans(),
+    steep=st.sampled_from([1.0, 60.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_consumers_that_know_their_next_tile_early_or_release_by_threads(
+    config: Any, lengths: tuple[int, int], heads: int, window: tuple[int, int], dynamic: str,
+    by_threads: bool, steep: float, seed: int,
+) -> None:  # fmt: skip
+    config = replace(config, reads_ahead=config.overlapped, by_threads=by_threads, dynamic=dynamic)
+    q, k, v = rising(seed, heads, lengths, config.dim, steep)
+    check_dense(q, k, v, None, *window, 0.0, config.dim**-0.5, seed=seed, config=config)
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 8192])
+def test_float16_takes_running_maxima(length: int, right: int) -> None:
+    """Its weights end at 2^16. Tiles of 64 keys at head dim 128 pay without such maxima only."""
+    for dim in (64, 128, 256):
+        usual = CONFIG.config_of(dim, dim, length, right)
+        assert not usual.of_few_bits().anchored
+        assert usual.anchored or usual.of_few_bits() == usual
+    config = CONFIG.config_of(128, 128, 512, right)
+    assert (config.block, config.of_few_bits().block) == (64, 128)
+
+
 @pytest.mark.parametrize("config", ANCHORED[1:3], ids=lambda c: str(c.dim))
 def test_second_passes_in_a_ragged_batch_and_in_float16(config: Any) -> None:
     q, k, v = (x[0] for x in rising(0, 2, (430, 500), config.dim, 60.0))

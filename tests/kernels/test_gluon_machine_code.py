@@ -5,6 +5,7 @@ Needs Triton 3.6 (the version whose machine code is checked) and takes a few sec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ from rooftile.kernels.gluon.attention import tile_list  # noqa: E402
 from rooftile.kernels.gluon.attention.config import (  # noqa: E402
     AGAIN_ROWS,
     ANCHORED,
+    CAUSAL_64,
     DRAWN_64,
+    DRAWN_128,
+    PLAIN_128,
     SHORT_64,
     SHORT_128,
     Config,
@@ -49,7 +53,8 @@ ALIBI = {**CAUSAL, "has_alibi": True}
 EVERYTHING = {**RAGGED, "has_left": True, "has_softcap": True, "has_sink": True}
 CONFIGS = {"64": BY_DIM[64], "64 short": SHORT_64,
            "128": BY_DIM[128], "128 short": SHORT_128, "256": BY_DIM[256],
-           "64 drawn": DRAWN_64, "64 anchored": ANCHORED[64], "128 anchored": ANCHORED[128],
+           "64 drawn": DRAWN_64, "64 causal": CAUSAL_64, "128 drawn": DRAWN_128,
+           "128 plain": PLAIN_128, "64 anchored": ANCHORED[64], "128 anchored": ANCHORED[128],
            "256 alibi": config_of(256, 256, 2048, 0, has_alibi=True)}  # fmt: skip
 
 BIASED = {"64", "64 short", "128", "128 short", "256 alibi"}
@@ -112,6 +117,9 @@ def compiled(
         ("128", CAUSAL),
         ("128", RAGGED),
         ("128 short", PLAIN),
+        ("64 causal", EVEN),
+        ("128 drawn", CAUSAL),
+        ("128 plain", EVEN),
         ("256", CAUSAL),
         ("64 drawn", CAUSAL),
         ("128 anchored", PLAIN),
@@ -132,6 +140,18 @@ def test_attention(name: str, features: dict[str, bool]) -> None:
     assert code.count("UTMALDG")
     assert code.count("UTMASTG")
     assert code.count("HGMMA")
+
+
+def test_threads_that_release_for_themselves_do_not_meet() -> None:
+    """For an arrival of one thread Triton has its warpgroup meet before and after."""
+
+    def meetings(config: Config) -> list[int]:
+        loops = compiled(config, PLAIN).product_loops()
+        exponentials = config.block // 2
+        return [x.count("BAR.SYNC") for x in loops if x.count("MUFU.EX2") >= exponentials]
+
+    assert meetings(DRAWN_128) == [1, 1]
+    assert meetings(replace(DRAWN_128, by_threads=False)) == [4, 4]
 
 
 def check_loops(code: MachineCode, config: Config, spills: int | None = None) -> None:

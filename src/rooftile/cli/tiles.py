@@ -42,7 +42,8 @@ def choice(case: AttentionCase, machine: str) -> Choice:
 def _hopper(case: AttentionCase, machine: str = "h200") -> Choice:
     table = _hopper_table()
     _check_dims(case, max(table.CONFIGS), "Hopper")
-    short = table.short_of(case.k_dim, case.v_dim, max(case.kv_lens), not case.ragged)
+    longest = max(case.kv_lens)
+    short = table.short_of(case.k_dim, case.v_dim, longest, not case.ragged, case.causal)
     if short is not None:
         reason = (
             f"all keys are one tile, which needs no roles, turns or running maximum: "

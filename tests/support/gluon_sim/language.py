@@ -249,6 +249,7 @@ def modules() -> dict[str, ModuleType]:
         "async_copy",
         async_copy_global_to_shared=copies.start,
         commit_group=copies.commit,
+        mbarrier_arrive=machine.mbarrier_arrive_by_threads,
         wait_group=copies.wait,
     )
     ampere = _module(

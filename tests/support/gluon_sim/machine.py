@@ -217,6 +217,16 @@ def mbarrier_arrive(barrier: MBarrier, *, count: int = 1, pred: bool = True) -> 
         scheduler().pause()
 
 
+def mbarrier_arrive_by_threads(barrier: MBarrier, increment_count: bool = True) -> None:
+    """cp.async.mbarrier.arrive of every thread, none of which has started a copy."""
+    if increment_count or hasattr(role(), "copy_groups"):
+        raise SimulationError(
+            "only for arrivals that the barrier counts, by threads without copies"
+        )
+    barrier.arrive(role().threads)
+    scheduler().pause()
+
+
 def named_barrier(kind: str, number: int, expected: int) -> None:
     me = role()
     barrier = me.cta.named_barriers[number]

@@ -36,6 +36,8 @@ class Config:
     own_output: bool = True  # needs shared memory for outputs and a second Q tile
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
     dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
+    by_threads: bool = False  # consumers release what they have read thread by thread: see Ring
+    reads_ahead: bool = False  # (overlapped) a tile's message is read before the one before ends
     last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class Config:
 
     def of_few_bits(self) -> Config:
         """For float16, which ends at 2^16: too soon for weights under an anchored maximum."""
+        if self.anchored and self.dim == 128 and self.block == 64:  # fewer keys do not pay then
+            return PLAIN_128
         return replace(self, anchored=False)
 
     def rounds(self, num_tiles: int, ctas: int) -> int:
@@ -99,26 +103,48 @@ CONFIGS = {
 # 1.26, 1.28; causal s2048 1.24, 1.01, s8192 1.29, 1.19, s16384 1.31, 1.26.
 SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2, sums_in_parts=True)
 SHORT_Q_LEN = 4096
+# Causal calls of one or two tiles of rows: H200, s256, us with releases by a warpgroup and by its threads:
+# 30.1, 29.4 (full 31.4, 31.9).
+CAUSAL_64 = replace(SHORT_64, by_threads=True)
 # More than two tiles of rows: the two CTAs of an SM run at different speeds, so the last two of each
 # one's tiles are drawn. H200, share of cuDNN in turn, drawn, the last two drawn: full s512 1.12, 1.15,
 # 1.16, s768 1.14, 1.19, 1.20; causal s512 1.23, 1.23, 1.27, s768 1.27, 1.27, 1.27, s2048 -, 1.19, 1.05; s256
 # 1.07, -, 0.94.
 DRAWN_64 = replace(SHORT_64, anchored=True, dynamic="always", last_rounds=2)
 DRAWN_64_Q_LEN = 257
+# H200, us with the last 1, 2, 3, 4 of a CTA's tiles drawn: causal s512 58.3 57.0 57.5 57.8, s768 106.4 102.8
+# 101.4 101.2; full the same with each.
+FEW_LAST_64_Q_LEN = 512
 LAST_DRAWN_64_Q_LEN = 768  # longer causal calls need all of their tiles to be even
 # One or two tiles of rows at head dim 128, seen whole: tiles of 64 keys start sooner. H200, share of
 # cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
 SHORT_128 = Config(128, 2, 64, 4, 240, 24)
 SHORT_128_Q_LENS = range(129, 257)
-# All drawn and the last two drawn, causal, share of cuDNN: s512 0.98, 1.02,
-# s768 1.05, 1.08, s1024 1.05, 1.07, s2048 1.14, 0.91.
-LAST_DRAWN_128_Q_LEN = 1024
+# More than two tiles of rows: the softmax of a tile's first block and the product of its last, which nothing
+# overlaps, are half as long with 64 keys, and a block of them under an anchored maximum has 205 instructions,
+# less than half of 467. H200, share of cuDNN with 128 keys and a running maximum, with this in turn (causal:
+# all drawn), the last 2, 3, 4 drawn: full s512 1.07, 1.10, 1.11, 1.11, 1.11, s768 1.09, 1.11, 1.13, 1.13, 1.13,
+# s1024 1.10, -, 1.13, 1.13, 1.13; causal s512 1.04, -, 1.10, 1.10, 1.11, s768 1.11, -, 1.13, 1.15, 1.15, s1024
+# 1.09, 1.13, 1.12, 1.13, 1.14, and with sums in parts 1.12, 1.17, 1.14 (full 0.5% less); s2048 1.15, 1.04, causal
+# 1.16, 1.15.
+DRAWN_128 = replace(
+    SHORT_128, anchored=True, by_threads=True, reads_ahead=True, dynamic="always", last_rounds=4
+)
+DRAWN_128_Q_LEN = 1024
+# Causal calls of up to two tiles of rows, and float16 up to 1,024 queries. Share of cuDNN without and with the
+# message read ahead: s512 1.07, 1.08, s768 1.09, 1.10, causal 1.02, 1.03, 1.13, 1.14; all and the last two of a
+# CTA's causal tiles drawn: s512 0.98, 1.02, s768 1.05, 1.08, s1024 1.05, 1.07, s2048 1.14, 0.91.
+PLAIN_128 = replace(CONFIGS[128], reads_ahead=True, last_rounds=2)
 # An anchored maximum saves a third of a block's instructions, and costs a check at a tile's end. H200,
 # share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
 # s512 1.15, 1.23, s16384 1.17, 1.26; d128 full s512 1.04, 1.02, s2048 1.07, 1.10, s16384 1.07, 1.09; causal
 # s768 1.16, 1.12, s2048 1.11, 1.13, s16384 1.23, 1.28; d256 full s2048 1.07, 1.00, s16384 1.11, 1.03, causal
-# s16384 1.20, 0.95, where the loops spill: not chosen.
-ANCHORED = {dim: replace(config, anchored=True) for dim, config in CONFIGS.items()}
+# s16384 1.20, 0.95, where the loops spill: not chosen. Releases by threads, share of cuDNN without and with
+# them: d128 full s2048 1.12, 1.15, s16384 1.17, 1.21, causal 1.14, 1.16, s8192 1.30, 1.32; d64 full s8192 1.27,
+# 1.28; d256 s512 1.06, 1.06, causal 1.02, 1.03: not chosen.
+ANCHORED = {
+    dim: replace(config, anchored=True, by_threads=dim < 256) for dim, config in CONFIGS.items()
+}
 ANCHORED_Q_LEN = 1025
 # Head dims up to 192 have the registers for it (two accumulators of 128 + 64 columns). H200, share of cuDNN
 # without and with it: b8 s2048 192 full 0.96, 1.00, causal 0.96, 0.99, 192/128 0.99, 1.01, 0.97, 1.00; b2
@@ -174,14 +200,16 @@ def config_of(
         return replace(CONFIGS[dim], overlapped=dim < 256)
     if dim == 64 and (right >= 0 or q_len <= SHORT_Q_LEN):
         if q_len < DRAWN_64_Q_LEN:
-            return SHORT_64
+            return CAUSAL_64 if right >= 0 else SHORT_64
         if right >= 0 and q_len > LAST_DRAWN_64_Q_LEN:
             return replace(DRAWN_64, last_rounds=None)
-        return DRAWN_64
+        return DRAWN_64 if q_len <= FEW_LAST_64_Q_LEN else replace(DRAWN_64, last_rounds=4)
     if dim == 128 and right < 0 and q_len in SHORT_128_Q_LENS:
         return SHORT_128
-    if dim == 128 and q_len <= LAST_DRAWN_128_Q_LEN:
-        return replace(CONFIGS[128], last_rounds=2)
+    if dim == 128 and q_len <= DRAWN_128_Q_LEN:
+        if q_len <= IN_TURN_Q_LEN:
+            return PLAIN_128
+        return replace(DRAWN_128, sums_in_parts=right >= 0)
     if dim == 256 and max(k_dim, v_dim) <= 192 and q_len >= ANCHORED_192_Q_LEN:
         return ANCHORED[256]
     return ANCHORED[dim] if dim < 256 and q_len >= ANCHORED_Q_LEN else CONFIGS[dim]
@@ -202,15 +230,18 @@ class Short:
 
 
 # H200, b32 h16 s128, share of cuDNN with this, with SHORT_64 or CONFIGS[128]: d64 full 1.11, 1.02, causal
-# 1.17, 1.08; d128 full 1.08, 1.00, causal 1.12, 0.99. 256 keys at d64: full 1.16, 1.08, causal 0.95, 1.13.
-SHORT = (Short(64, keys=128, ctas=4), Short(128, keys=128, ctas=2))
+# 1.17, 1.08; d128 full 1.08, 1.00, causal 1.12, 0.99. 256 keys at d64: full 1.18, 1.10, causal 0.95, 1.13.
+SHORT = (Short(64, keys=128, ctas=4), Short(64, keys=256, ctas=2), Short(128, keys=128, ctas=2))
+# A causal mask leaves out much of 256 keys, which a tile takes as a whole.
+SHORT_CAUSAL = (Short(64, keys=128, ctas=4), Short(128, keys=128, ctas=2))
 
 
-def short_of(k_dim: int, v_dim: int, kv_len: int, plain: bool) -> Short | None:
-    """plain: nothing but a causal mask changes the scores."""
+def short_of(k_dim: int, v_dim: int, kv_len: int, plain: bool, causal: bool) -> Short | None:
+    """plain: nothing but a causal mask changes the scores; causal: there is one."""
     if not plain or k_dim != v_dim:
         return None
-    return next((x for x in SHORT if x.dim == k_dim and kv_len <= x.keys), None)
+    shorts = SHORT_CAUSAL if causal else SHORT
+    return next((x for x in shorts if x.dim == k_dim and kv_len <= x.keys), None)
 
 
 def columns_used(tile: int, columns: int) -> int:

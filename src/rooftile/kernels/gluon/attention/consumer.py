@@ -86,6 +86,7 @@ def next_block(
     anchor=0,
     k_used: gl.constexpr = None,  # columns that are not zeros that fill a tile up, None: all
     v_used: gl.constexpr = None,
+    spared: gl.constexpr = False,  # (anchored) blocks low .. high - 1 need no mask at all
 ):
     """Softmax of a block, while the block before is multiplied with V."""
     block: gl.constexpr = problem.block
@@ -111,7 +112,11 @@ def next_block(
             careful = (n < low) | (n >= anchor)
         alpha = gl.full([GROUP_ROWS], 1.0, gl.float32, rows_of(S))
         if careful:
-            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+            if spared:
+                if (n < low) | (n >= high):
+                    s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+            else:
+                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
             alpha, softmax = softmax.anchor(s, factor)
         p, softmax = softmax.weigh(s, factor, problem.software_share)
     else:
@@ -251,6 +256,7 @@ def attend_overlapped(
             anchor,
             problem.k_used,
             problem.v_used,
+            spared=True,
         )
         v_fill = at
 
@@ -285,6 +291,7 @@ def attend_in_order(
     O: gl.constexpr,  # noqa: E741
     skips: gl.constexpr = True,  # blocks that only other warpgroups see
     o=None,  # of blocks before, None: there are none
+    spared: gl.constexpr = False,  # (anchored) blocks low .. high - 1 need no mask at all
 ):
     """As `attend_overlapped`, one step after the other: few registers, so that four warpgroups share an
     SM, and they overlap each other."""
@@ -311,7 +318,11 @@ def attend_in_order(
             factor = 1.0
         if problem.anchored:
             if (n < low) | (n >= anchor):
-                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                if spared:
+                    if (n < low) | (n >= high):
+                        s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                else:
+                    s = hide(problem, s, rows, n * block + columns, offset, kv_len)
                 alpha, softmax = softmax.anchor(s, factor)
                 o = scale_output(o, alpha, v_dim, problem.v_used, False)
             p, softmax = softmax.weigh(s, factor, problem.software_share)
@@ -330,10 +341,27 @@ def attend_in_order(
 
 
 @gluon.jit
-def _store_tile(problem, with_lse, queue, slot, o_desc, out, o, lse, row0, rows):
-    """Normalised output of a warpgroup's rows, through the shared box `out`, and their lse."""
+def _message(queue, slot):
+    """What the producer says of a tile besides its number of blocks."""
+    return (
+        queue.field(slot, HEAD),
+        queue.field(slot, ROW0),
+        queue.field(slot, Q_LEN),
+        queue.field(slot, KV_LEN),
+        queue.field(slot, FIRST),
+    )
+
+
+@gluon.jit
+def _write_tile(problem, o_desc, out, o):
+    """Normalised output of a warpgroup's rows into the shared box `out`."""
     store_output(out.reshape([GROUP_ROWS, out.shape[-1]]), o, o_desc.dtype, problem.v_used)
     fence_async_shared()
+
+
+@gluon.jit
+def _store_tile(problem, queue, slot, o_desc, out, row0):
+    """A warpgroup's rows from the shared box `out`."""
     batch = 0
     if not problem.ragged:
         batch = queue.field(slot, BATCH)
@@ -341,9 +369,62 @@ def _store_tile(problem, with_lse, queue, slot, o_desc, out, o, lse, row0, rows)
     q_start = queue.field(slot, Q_START)
     q_len = queue.field(slot, Q_LEN)
     tma_store(o_desc, coordinates(problem.ragged, batch, head, q_start, q_len, row0), out)
+
+
+@gluon.jit
+def _store_lse(problem, queue, slot, lse, rows):
+    batch = 0
+    if not problem.ragged:
+        batch = queue.field(slot, BATCH)
+    q_start = queue.field(slot, Q_START)
     token = (batch * problem.q_len + q_start + rows).to(gl.int64)
-    at_lse = problem.lse + token * problem.num_heads + head
-    gl.store(at_lse, lse, mask=(rows < q_len) & (with_lse > 0))
+    at_lse = problem.lse + token * problem.num_heads + queue.field(slot, HEAD)
+    gl.store(at_lse, lse, mask=rows < queue.field(slot, Q_LEN))
+
+
+@gluon.jit
+def _once_more(
+    problem,
+    shares,
+    queue,
+    slot,
+    k_again_desc,
+    v_again_desc,
+    landed,
+    q,
+    out,  # shared box, where the output goes later
+    row0,
+    slope,
+    dtype: gl.constexpr,
+    v_dim: gl.constexpr,
+    at_sink,
+    S: gl.constexpr,
+):
+    """Output and softmax of a warpgroup's rows whose sums became too large under an anchored maximum.
+    Keys and values are read again instead of kept: the loops have no registers to spare."""
+    o, maximum, total = attend_again(
+        problem,
+        k_again_desc,
+        v_again_desc,
+        landed,
+        q,
+        box_for(out, k_again_desc),
+        queue.field(slot, BATCH),
+        queue.field(slot, HEAD),
+        row0,
+        queue.field(slot, Q_LEN),
+        queue.field(slot, KV_LEN),
+        slope,
+        dtype,
+        v_dim,
+        shares.split,
+        queue.field(slot, FIRST),
+        queue.field(slot, BLOCKS),
+        at_sink,
+    )
+    return o, OnlineSoftmax(
+        gl.convert_layout(maximum, rows_of(S)), gl.convert_layout(total, rows_of(S))
+    )
 
 
 @gluon.jit
@@ -356,6 +437,7 @@ def attend(
     k_again_desc,  # of keys and of values, for a second pass over a tile
     v_again_desc,
     landed,  # [groups, 1] barriers of that pass
+    said,  # [groups * 4 or more] int32: whether a warp has rows that are to be computed again
     q_ring,
     k_ring,
     v_ring,
@@ -376,12 +458,18 @@ def attend(
     slot = first_fill()
     queue.arrived(slot)
     blocks = queue.field(slot, BLOCKS)
+    if problem.reads_ahead:
+        head, first_row, q_len, kv_len, first = _message(queue, slot)
     while blocks > 0:
-        head = queue.field(slot, HEAD)
-        row0 = queue.field(slot, ROW0) + group * GROUP_ROWS
-        q_len = queue.field(slot, Q_LEN)
-        kv_len = queue.field(slot, KV_LEN)
-        last = queue.field(slot, FIRST) + blocks - 1
+        if problem.reads_ahead:
+            row0 = first_row + group * GROUP_ROWS
+            last = first + blocks - 1
+        else:
+            head = queue.field(slot, HEAD)
+            row0 = queue.field(slot, ROW0) + group * GROUP_ROWS
+            q_len = queue.field(slot, Q_LEN)
+            kv_len = queue.field(slot, KV_LEN)
+            last = queue.field(slot, FIRST) + blocks - 1
         offset = kv_len - q_len
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
         at_sink = True
@@ -467,44 +555,53 @@ def attend(
                 dtype,
                 S,
                 O,
+                spared=True,
             )
+        if problem.reads_ahead:
+            # Under the last product. The wait also ends the basic block: ptxas would otherwise put what
+            # follows between the product's instructions, or before them.
+            following = queue.after(slot)
+            queue.arrived(following)
+            next_blocks = queue.field(following, BLOCKS)
+            head, first_row, q_len, kv_len, first = _message(queue, following)
         softmax = softmax.joined(rows_of(S))
         too_large = False
-        if problem.anchored:
+        # Where the output has a place of its own, warps say what they think of their rows and read what
+        # others say behind the barrier before its copy: nothing waits, and no product is delayed.
+        late: gl.constexpr = problem.anchored and problem.own_output and not shares.split
+        if late:
+            bad = gl.where(softmax.total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
+            said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int32))
+        elif problem.anchored:
             # Also where it is NaN: infinity that a later rescaling multiplied with 0.
             too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+        if problem.reads_ahead:
+            reciprocal = softmax.reciprocal()
         if problem.overlapped:
             o = finish_output(o, weights, v_dim, problem.v_used)
             v_ring.release(v_fill)
-        if problem.anchored:  # noqa: SIM102, known at compile time
+        if problem.anchored and not late:  # noqa: SIM102, known at compile time
             if too_large:
-                # Read once more instead of kept: the loops have no registers to spare.
-                o, maximum, total = attend_again(
+                o, softmax = _once_more(
                     problem,
+                    shares,
+                    queue,
+                    slot,
                     k_again_desc,
                     v_again_desc,
                     landed.index(group),
                     q,
-                    box_for(o_tiles.index(group), k_again_desc),
-                    queue.field(slot, BATCH),
-                    queue.field(slot, HEAD),
+                    o_tiles.index(group),
                     row0,
-                    queue.field(slot, Q_LEN),
-                    queue.field(slot, KV_LEN),
                     slope,
                     dtype,
                     v_dim,
-                    shares.split,
-                    queue.field(slot, FIRST),
-                    queue.field(slot, BLOCKS),
                     at_sink,
-                )
-                softmax = OnlineSoftmax(
-                    gl.convert_layout(maximum, rows_of(S)),
-                    gl.convert_layout(total, rows_of(S)),
+                    S,
                 )
         if problem.own_output:
-            q_ring.release(q_fill)
+            if not late:
+                q_ring.release(q_fill)
             out = o_tiles.index(group)
         else:
             out = q_ring.box(q_fill)
@@ -515,17 +612,55 @@ def attend(
             complete, o, lse = finish_item(shares, place, o, lse, group, problem.v_used, rows_of(S))
             if complete:
                 tma_store_wait(0)
-                _store_tile(problem, with_lse, queue, slot, o_desc, out, o, lse, row0, rows)
+                _write_tile(problem, o_desc, out, o)
+                _store_tile(problem, queue, slot, o_desc, out, row0)
+                if with_lse > 0:
+                    _store_lse(problem, queue, slot, lse, rows)
         else:
             tma_store_wait(0)
-            o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
-            _store_tile(problem, with_lse, queue, slot, o_desc, out, o, softmax.lse(), row0, rows)
+            if problem.anchored or not problem.reads_ahead:
+                reciprocal = softmax.reciprocal()
+            o = scale_output(o, reciprocal, v_dim, problem.v_used, False)
+            _write_tile(problem, o_desc, out, o)
+            if late:
+                warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
+                gl.thread_barrier()
+                if gl.max(said.slice(4 * group, 4, 0).load(warps), 0) > 0:
+                    o, softmax = _once_more(
+                        problem,
+                        shares,
+                        queue,
+                        slot,
+                        k_again_desc,
+                        v_again_desc,
+                        landed.index(group),
+                        q,
+                        out,
+                        row0,
+                        slope,
+                        dtype,
+                        v_dim,
+                        at_sink,
+                        S,
+                    )
+                    gl.thread_barrier()  # every warp has read what the place held
+                    o = scale_output(o, softmax.reciprocal(), v_dim, problem.v_used, False)
+                    _write_tile(problem, o_desc, out, o)
+                    gl.thread_barrier()
+            _store_tile(problem, queue, slot, o_desc, out, row0)
+            if with_lse > 0:
+                _store_lse(problem, queue, slot, softmax.lse(), rows)
+            if late:
+                q_ring.release(q_fill)
         if not problem.own_output:
             tma_store_wait(0)
             q_ring.release(q_fill)
         q_turn = problem.next_q(q_turn)
         queue.release(slot)
         slot = queue.after(slot)
-        queue.arrived(slot)
-        blocks = queue.field(slot, BLOCKS)
+        if problem.reads_ahead:
+            blocks = next_blocks
+        else:
+            queue.arrived(slot)
+            blocks = queue.field(slot, BLOCKS)
     tma_store_wait(0)

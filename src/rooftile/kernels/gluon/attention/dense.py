@@ -60,9 +60,9 @@ def bind(
         return _of_new_tensors(attention, left, right, softcap, scale, config)
     changed = (slopes is not None, mods is not NO_MODS)
     unchanged = sink is None and left < 0 and softcap == 0 and not any(changed)
-    short = None if config else short_of(k_dim, v_dim, kv_len, unchanged)
+    short = None if config else short_of(k_dim, v_dim, kv_len, unchanged, right >= 0)
     if short is not None:
-        return _of_few_keys(attention, q, k, v, right, scale, short)
+        return _of_few_keys(attention, q, k, v, right, scale, short, results)
     config = config or config_of(k_dim, v_dim, q_len, right, *changed)
     if q.dtype == torch.float16:
         config = config.of_few_bits()
@@ -184,10 +184,17 @@ def _of_new_tensors(
 
 
 def _of_few_keys(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, right: int, scale: float, short: Short
+    attention: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    right: int,
+    scale: float,
+    short: Short,
+    results: int,
 ) -> Attention:
     """By the kernel that takes all keys as one tile."""
-    fill = bind_short(q, k, v, right, scale, short, multiprocessors(q.device))
+    fill = bind_short(q, k, v, right, scale, short, multiprocessors(q.device), results)
     like_out, like_lse = templates(q, v.shape[3])
 
     def run(
@@ -201,7 +208,8 @@ def _of_few_keys(
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             q, k, v = addressable(q), addressable(k), addressable(v)
             return attention(q, k, v, sink, -1, right, 0.0, scale)
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        out = torch.empty_like(like_out)
+        lse = torch.empty_like(like_lse) if results > 1 else None
         fill(q, k, v, out, lse)
         return out, lse
 

@@ -101,6 +101,8 @@ def attention_kernel(
     sums_in_parts: gl.constexpr,
     software_share: gl.constexpr,
     own_output: gl.constexpr,
+    reads_ahead: gl.constexpr,
+    by_threads: gl.constexpr,
     dependent: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
@@ -123,9 +125,11 @@ def attention_kernel(
     # Of Q, K, V and the output; a descriptor is a map and two numbers for each of 4 or 5 dimensions.
     prefetch_maps("attention_kernel", (0, 11, 22, 33) if ragged else (0, 9, 18, 27))
     # With room for outputs of their own, Q tiles are loaded one ahead.
-    q_ring = allocate_ring(q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups)
-    k_ring = allocate_ring(k_desc, block, k_dim, stages)
-    v_ring = allocate_ring(v_desc, block, v_dim, stages)
+    q_ring = allocate_ring(
+        q_desc, GROUP_ROWS, k_dim, groups * 2 if own_output else groups, by_threads
+    )
+    k_ring = allocate_ring(k_desc, block, k_dim, stages, by_threads)
+    v_ring = allocate_ring(v_desc, block, v_dim, stages, by_threads)
     if own_output:
         o_tiles = gl.allocate_shared_memory(
             o_desc.dtype,
@@ -143,7 +147,9 @@ def attention_kernel(
     landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     first_drawn = gl.num_programs(0) * gl.maximum(rounds, 1)
     fields: gl.constexpr = FIELDS_OF_PARTS if split else FIELDS
-    queue = allocate_queue(entries + 1, first_drawn, fields, dynamic)
+    queue = allocate_queue(entries + 1, first_drawn, fields, dynamic, by_threads)
+    warps: gl.constexpr = 16 if groups > 2 else 8  # of consumers, and a power of two
+    said = gl.allocate_shared_memory(gl.int32, [warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Stage by stage: Triton has all warps meet between two barriers of one allocation.
     for i in gl.static_range(6):
         q_ring.start(i, 1)
@@ -212,6 +218,7 @@ def attention_kernel(
         sums_in_parts,
         software_share,
         own_output,
+        reads_ahead and overlapped,
     )
     shares = Shares(entries, parts, arrived, as_planned, groups, v_dim, split)
     fence_async_shared()
@@ -230,6 +237,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -259,6 +267,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -277,6 +286,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -306,6 +316,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -324,6 +335,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -342,6 +354,7 @@ def attention_kernel(
                         k_again_desc,
                         v_again_desc,
                         landed,
+                        said,
                         q_ring,
                         k_ring,
                         v_ring,
@@ -392,6 +405,8 @@ def constants(
         ("sums_in_parts", config.sums_in_parts),
         ("software_share", config.software_share),
         ("own_output", config.own_output),
+        ("reads_ahead", config.reads_ahead),
+        ("by_threads", config.by_threads),
         ("dependent", config.dependent),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),

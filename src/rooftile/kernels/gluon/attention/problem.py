@@ -74,6 +74,7 @@ class Problem:
     sums_in_parts: gl.constexpr  # see softmax.in_parts
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
+    reads_ahead: gl.constexpr  # the next tile's message is read under the last product
 
     @gluon.jit
     def tile(self, t):

@@ -111,6 +111,7 @@ def differential_kernel(
         False,
         0,
         q_stages == 2,
+        False,
     )
     q1_ring = new_ring(q1_desc, GROUP_ROWS, k_dim, q_stages, 1)
     q2_ring = new_ring(q2_desc, GROUP_ROWS, k_dim, q_stages, 1)

@@ -142,7 +142,7 @@ def allocate_page_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: 
         [stages * halves * pages] + desc.block_shape,  # noqa: RUF005
         desc.layout,
     )
-    ring = Ring(buffers, full, empty, stages, rows, columns)
+    ring = Ring(buffers, full, empty, stages, rows, columns, False)
     size: gl.constexpr = pages * halves * desc.block_type.nbytes
     return PageRing(ring, boxes, pages, halves, desc.block_shape[4], columns, size)
 

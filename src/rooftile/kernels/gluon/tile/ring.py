@@ -18,6 +18,7 @@ and carries it from tile to tile of a persistent loop.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from rooftile.kernels.gluon.tile.record import record
@@ -62,13 +63,16 @@ class Ring:
     stages: gl.constexpr
     rows: gl.constexpr
     columns: gl.constexpr
+    by_threads: gl.constexpr  # every thread releases stages for itself, see `release`
 
     @gluon.jit
     def start(self, i: gl.constexpr, consumers: gl.constexpr):
-        """Initialises the barriers of stage i, if there is one."""
+        """Initialises the barriers of stage i, if there is one; consumers: of four warps."""
         if i < self.stages:
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(self.empty.index(i), count=consumers)
+            mbarrier.init(
+                self.empty.index(i), count=consumers * 128 if self.by_threads else consumers
+            )
 
     @gluon.jit
     def after(self, at):
@@ -123,7 +127,13 @@ class Ring:
     @gluon.jit
     def release(self, at):
         """Consumer: this fill will not be read again."""
-        mbarrier.arrive(self.empty.index(at.stage), count=1)
+        empty = self.empty.index(at.stage)
+        if self.by_threads:
+            # The arrival of the copies that a thread has started, which are none. For an ordinary one a
+            # thread speaks for its warpgroup, and Triton has all of them meet before and after.
+            async_copy.mbarrier_arrive(empty, increment_count=False)
+        else:
+            mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
@@ -146,11 +156,17 @@ def new_ring(
 
 
 @gluon.jit
-def allocate_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: gl.constexpr):
+def allocate_ring(
+    desc,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    stages: gl.constexpr,
+    by_threads: gl.constexpr = False,
+):
     """A ring whose barriers are not initialised: Triton lets a CTA wait between two of one
     allocation, so a kernel of many rings starts sooner if it starts their stages side by side."""
     shape: gl.constexpr = _shape(stages, desc.block_shape, columns)
     buffers = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    return Ring(buffers, full, empty, stages, rows, columns)
+    return Ring(buffers, full, empty, stages, rows, columns, by_threads)

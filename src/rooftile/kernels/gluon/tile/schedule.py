@@ -20,6 +20,7 @@ sorted longest first this keeps every SM busy to the end, whatever the tiles cos
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from rooftile.kernels.gluon.tile.record import record
@@ -39,13 +40,16 @@ class TileQueue:
     first_drawn: gl.tensor
     fields: gl.constexpr
     dynamic: gl.constexpr
+    by_threads: gl.constexpr  # every thread releases a message for itself, see Ring
 
     @gluon.jit
     def start(self, i: gl.constexpr, consumers: gl.constexpr):
         """Initialises the barriers of slot i, if there is one."""
         if i < _SLOTS:
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(self.empty.index(i), count=consumers)
+            mbarrier.init(
+                self.empty.index(i), count=consumers * 128 if self.by_threads else consumers
+            )
 
     @gluon.jit
     def after(self, at):
@@ -100,7 +104,11 @@ class TileQueue:
     @gluon.jit
     def release(self, at):
         """Consumer: a message has been read."""
-        mbarrier.arrive(self.empty.index(at.stage), count=1)
+        empty = self.empty.index(at.stage)
+        if self.by_threads:
+            async_copy.mbarrier_arrive(empty, increment_count=False)
+        else:
+            mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
@@ -113,7 +121,13 @@ def new_queue(counter, fields: gl.constexpr, consumers: gl.constexpr, dynamic: g
 
 
 @gluon.jit
-def allocate_queue(counter, first_drawn, fields: gl.constexpr, dynamic: gl.constexpr):
+def allocate_queue(
+    counter,
+    first_drawn,
+    fields: gl.constexpr,
+    dynamic: gl.constexpr,
+    by_threads: gl.constexpr = False,
+):
     """A queue whose barriers are not initialised, see `allocate_ring`.
 
     first_drawn: tiles before it are taken in turn; a multiple of the number of CTAs.
@@ -122,4 +136,4 @@ def allocate_queue(counter, first_drawn, fields: gl.constexpr, dynamic: gl.const
     slots = gl.allocate_shared_memory(gl.int32, [_SLOTS * fields, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    return TileQueue(counter, slots, full, empty, first_drawn, fields, dynamic)
+    return TileQueue(counter, slots, full, empty, first_drawn, fields, dynamic, by_threads)

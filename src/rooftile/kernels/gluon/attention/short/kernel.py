@@ -26,7 +26,8 @@ from rooftile.kernels.triton_version import tma_load, tma_store, tma_store_wait
 _UNSPECIALISED = [
     *("lse", "num_tiles", "q_tiles", "q_tiles_factor", "q_tiles_shift"),
     *("num_heads", "num_heads_factor", "num_heads_shift"),
-    *("group_size", "group_factor", "group_shift", "q_len", "kv_len", "right"),
+    *("group_size", "group_factor", "group_shift"),
+    *("q_len", "kv_len", "right", "with_lse"),
 ]
 
 
@@ -65,6 +66,7 @@ def short_attention_kernel(
     q_len,
     kv_len,  # at most `keys`
     right,
+    with_lse,  # 0: nobody reads it
     factor,  # raw scores to log2 units
     dim: gl.constexpr,
     keys: gl.constexpr,
@@ -137,12 +139,13 @@ def short_attention_kernel(
         gl.thread_barrier()
         _load(v_desc, next_batch, next_kv_head, 0, v_tile, v_full, more)
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
-        token = (batch * q_len + row).to(gl.int64)
-        gl.store(lse + token * num_heads + head, softmax.lse(), mask=row < q_len)
         tma_store_wait(0)
         o_tile.reshape([GROUP_ROWS, dim]).store(o.to(dtype))
         fence_async_shared()
         tma_store(o_desc, (batch, head, row0, 0), o_tile)
+        if with_lse > 0:
+            token = (batch * q_len + row).to(gl.int64)
+            gl.store(lse + token * num_heads + head, softmax.lse(), mask=row < q_len)
         batch = next_batch
         head = next_head
         row0 = next_row0
