@@ -23,6 +23,7 @@ ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 REPEAT = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})\??")
 GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>)?")
+SWAPPED = {"(": ")", ")": "("}  # in a pattern read backwards
 LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 
 
@@ -49,9 +50,6 @@ def check_pattern(pattern: str) -> int:
     if not (_only_first(forward, "^") and _only_first(backward, "$")):
         raise Unfollowed("has ^ or $ elsewhere than at its ends, which is not supported")
     return sum(reader.sizes) + CUT_COST * reader.cut
-
-
-SWAPPED = {"(": ")", ")": "("}
 
 
 def _only_first(parts: list[str], anchor: str) -> bool:
