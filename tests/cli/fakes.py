@@ -29,6 +29,7 @@ class FakeLLM:
     """
 
     model_name = "fake"
+    sampling_defaults: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, template: bool = True) -> None:
         self.tokenizer = SimpleNamespace(has_chat_template=template)

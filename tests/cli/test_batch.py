@@ -90,6 +90,20 @@ def test_a_line_overrides_the_options(llm: FakeLLM, batch: Run) -> None:
     ]
 
 
+def test_what_the_model_recommends_is_the_default(llm: FakeLLM, batch: Run) -> None:
+    llm.sampling_defaults = {"temperature": 0.3, "top_p": 0.8}
+    lines = ({"prompt": "a"}, {"prompt": "b", "temperature": 0.7}, complete("c", "d", top_p=1))
+    batch(*lines, options=("--max-tokens", "7"))
+    assert llm.params == [
+        SamplingParams(temperature=0.3, top_p=0.8, max_tokens=7),
+        SamplingParams(temperature=0.7, top_p=0.8, max_tokens=7),
+        SamplingParams(temperature=0.3, top_p=1, max_tokens=7),
+    ]
+    for options in (("-t", "0.7"), ("--no-generation-config",)):  # other answers
+        refused = batch(*lines, options=("--max-tokens", "7", *options))
+        assert "results of another input, model or options" in refused.stderr
+
+
 def test_chat_raw_and_system(llm: FakeLLM, batch: Run, tmp_path: Path) -> None:
     own = [{"role": "system", "content": "rude"}, {"role": "user", "content": "m"}]
     lines = ({"prompt": "p"}, {"messages": own}, {"messages": own[1:]}, {"prompt": [5, 6]})

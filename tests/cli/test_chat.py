@@ -39,6 +39,12 @@ def test_turns_over_a_pipe(llm: FakeLLM, rooftile: Run) -> None:
     assert llm.conversations[-1] == [system, user("one"), assistant("re: one"), user("two")]
 
 
+def test_what_the_model_recommends_is_the_default(llm: FakeLLM, rooftile: Run) -> None:
+    llm.sampling_defaults = {"temperature": 0.3, "min_p": 0.1}
+    rooftile("chat", "-m", "x", "--min-p", "0", input="one\n")
+    assert (llm.params[0].temperature, llm.params[0].min_p) == (0.3, 0.0)
+
+
 def test_reset_and_system_start_afresh(llm: FakeLLM, rooftile: Run) -> None:
     result = rooftile(
         "chat", "-m", "x", input="one\n/reset\ntwo\n/system be brief\nthree\n/system\n/exit\nfour\n"

@@ -180,6 +180,28 @@ def test_every_sampling_parameter_arrives(llm: FakeLLM, rooftile: Run) -> None:
             assert getattr(llm.params[0], field.name) != getattr(plain, field.name)
 
 
+def test_what_the_model_recommends_is_the_default(
+    llm: FakeLLM, rooftile: Run, tmp_path: Path
+) -> None:
+    llm.sampling_defaults = {"temperature": 0.3, "top_p": 0.8, "top_k": 9}
+    rooftile("generate", "-m", "x", "--json", "p", "--top-p", "1", "--max-tokens", "5")
+    assert llm.params.pop() == SamplingParams(temperature=0.3, top_k=9, max_tokens=5)
+    rooftile("generate", "-m", "x", "p", "-t", "0.7", "--top-k", "0")  # the fallbacks, but given
+    assert llm.params.pop() == SamplingParams(temperature=0.7, top_p=0.8, max_tokens=512)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "a", "temperature": 0.7}\n{"prompt": "b", "top_p": 1.0}\nc\n')
+    rooftile("generate", "-m", "x", "--json", "-i", str(lines), "--top-k", "4")
+    assert llm.params == [
+        SamplingParams(temperature=0.7, top_p=0.8, top_k=4, max_tokens=512),
+        SamplingParams(temperature=0.3, top_k=4, max_tokens=512),
+        SamplingParams(temperature=0.3, top_p=0.8, top_k=4, max_tokens=512),
+    ]
+    llm.params.clear()
+    searched = rooftile("generate", "-m", "x", "p", "--beam-width", "2")
+    assert searched.exit_code == 0, searched.output
+    assert isinstance(llm.params.pop(), BeamSearchParams)
+
+
 def test_prompt_logprobs(llm: FakeLLM, rooftile: Run) -> None:
     arguments = ("--prompt-logprobs", "1", "--max-tokens", "0")
     result = rooftile("generate", "-m", "x", "--json", *arguments, "p")

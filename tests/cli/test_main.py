@@ -115,14 +115,14 @@ def test_loading_hands_every_option_to_the_engine(monkeypatch: pytest.MonkeyPatc
         model="bench:qwen3-0.6b", dtype="float32", device="cpu", page_size=8, max_num_seqs=3,
         max_num_batched_tokens=64, max_model_len=99, num_pages=12, kv_memory_share=0.1,
         dual_chunk="chunk_size=64,local_size=16",
-        no_prefix_cache=True, random_weights=True,
+        no_prefix_cache=True, no_generation_config=True, random_weights=True,
     )  # fmt: skip
     loading.load_llm(options, seed=5)
     assert seen["model"].endswith("qwen3-0.6b")
     for name in EngineOptions.__dataclass_fields__:
-        if name not in ("model", "no_prefix_cache"):
+        if name not in ("model", "no_prefix_cache", "no_generation_config"):
             assert seen[name] == getattr(options, name)
-    assert seen["prefix_cache"] is False
+    assert (seen["prefix_cache"], seen["generation_config"]) == (False, False)
     assert seen["seed"] == 5
     EngineConfig(**seen)  # the engine knows every one of them
 

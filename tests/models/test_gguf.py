@@ -406,3 +406,12 @@ def test_a_damaged_byte_raises_nothing_but_value_errors(
         path.write_bytes(changed)
         with contextlib.suppress(ValueError):
             read_gguf(path)
+
+
+def test_the_sampling_that_it_recommends(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = hugging_face.random_model("llama")
+    sampling = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    gguf_files.write(path, model, metadata=sampling)
+    assert load_model(path).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert load_model(path, generation_config=False).sampling_defaults == {}

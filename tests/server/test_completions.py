@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from rooftile.engine.async_llm import AsyncLLM
+from tests.engine.conftest import write_model
+from tests.server.conftest import OPTIONS
 from tests.server.live import LiveServer
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -155,6 +159,29 @@ def test_sampling_parameters_reach_the_engine(server: LiveServer) -> None:
     assert set(text(**either, presence_penalty=2)) == {"x", "y"}
     assert text(temperature=0, extra_body={"repetition_penalty": 50.0}) != greedy
     assert set(text(**either, extra_body={"bad_words": ["x"]})) == {"y"}
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_what_a_request_leaves_out_is_as_the_model_recommends(kind: str, tmp_path: Path) -> None:
+    config = write_model(tmp_path) / "generation_config.json"
+    config.write_text('{"do_sample": false, "top_k": 3, "repetition_penalty": 1.5}')
+    server = LiveServer(lambda: AsyncLLM(tmp_path, engine=kind, **OPTIONS))
+    recommended = {"top_k": 3, "repetition_penalty": 1.5, "temperature": 0.0}
+
+    def text(**body: Any) -> str:
+        answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 12, **body})
+        return str(answer.json()["choices"][0]["text"])
+
+    with server.http() as http:
+        (card,) = http.get("/v1/models").json()["data"]
+        assert card["sampling_defaults"] == recommended
+        default = text()
+        assert default == text(**recommended) == text(temperature=None, top_k=None)
+        assert default != text(repetition_penalty=1.0)
+        free = {"temperature": 5, "top_k": -1, "repetition_penalty": 1, "seed": 1}
+        assert len({default, text(temperature=5, seed=1), text(**free)}) == 3
+    server.end()
+    assert server.error is None
 
 
 def test_echo_gives_the_prompt_back(server: LiveServer) -> None:

@@ -19,7 +19,7 @@ from rooftile.cli.conversation import (
     stream_text,
 )
 from rooftile.cli.errors import print_error
-from rooftile.cli.options import AnswerOptions, EngineOptions, with_options
+from rooftile.cli.options import AnswerOptions, EngineOptions, with_options, with_recommended
 
 if TYPE_CHECKING:
     from rooftile.engine.llm import LLM
@@ -45,6 +45,7 @@ def chat(
     """
     params = sampling.sampling_params()
     llm = loading.load_llm(engine, sampling.seed)
+    params = with_recommended(params, sampling.left_to_model, llm.sampling_defaults)
     conversation = Conversation(llm, params, system)
     if not has_template(llm):
         raise ValueError(

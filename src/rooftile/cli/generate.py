@@ -12,7 +12,13 @@ import typer
 from rooftile.cli import loading
 from rooftile.cli.conversation import has_template, prompts_of, stream_text
 from rooftile.cli.errors import print_error
-from rooftile.cli.options import BeamOptions, EngineOptions, SamplingOptions, with_options
+from rooftile.cli.options import (
+    BeamOptions,
+    EngineOptions,
+    SamplingOptions,
+    with_options,
+    with_recommended,
+)
 from rooftile.cli.prompts import Asked, collect_prompts
 from rooftile.cli.records import output_record
 from rooftile.cli.streams import takes_unicode
@@ -98,7 +104,9 @@ def generate(
     """
     if chat is False and system is not None:
         raise typer.BadParameter("has no place in a --raw prompt", param_hint="--system")
-    params: Params = beams.beam_params(sampling, context) or sampling.sampling_params()
+    beam_params = beams.beam_params(sampling, context)
+    params: Params = beam_params or sampling.sampling_params()
+    left_to_model = sampling.left_to_model if beam_params is None else frozenset()
     if target is None and not as_json:
         for option in ("logprobs", "prompt_logprobs"):
             if getattr(sampling, option) is not None:
@@ -114,7 +122,9 @@ def generate(
             )
         from rooftile.cli.batch.run import BatchOptions, run_file
 
-        options = BatchOptions(params, chat, system, overwrite, tuple(served_model_name or ()))
+        options = BatchOptions(
+            params, chat, system, overwrite, tuple(served_model_name or ()), left_to_model
+        )
         run_file(engine, sampling.seed, Path(str(source)), target, options)
         return
     if overwrite or served_model_name:
@@ -126,6 +136,8 @@ def generate(
         for each in asked:
             _check_shown(each)
     llm = loading.load_llm(engine, sampling.seed)
+    params = with_recommended(params, left_to_model, llm.sampling_defaults)
+    asked = [each.with_defaults(params) for each in asked]
     in_chat = has_template(llm) if chat is None else chat
     if system is not None and not in_chat:
         raise ValueError(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from rooftile.engine.params import BeamSearchParams, SamplingParams
 
+SomeParams = TypeVar("SomeParams", "SamplingParams", "SamplingParams | BeamSearchParams")
 SAMPLING = "Sampling"
 BEAMS = "Beam search"
 ENGINE = "Engine"
@@ -32,24 +33,46 @@ def _engine(*names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=ENGINE, **settings)
 
 
+# Of options that the model's files may recommend: what holds where neither they nor the user say.
+FALLBACKS = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def _recommended(name: str, *names: str, help: str) -> Any:
+    return _sampling(*names, help=help, show_default=f"the model's, else {FALLBACKS[name]:g}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """How one answer is sampled."""
 
     max_tokens: Annotated[int, _sampling(help="Most new tokens of an answer.")] = 512
     temperature: Annotated[
-        float, _sampling("--temperature", "-t", help="0 takes the likeliest token each time.")
-    ] = 0.7
+        float | None,
+        _recommended(
+            "temperature", "--temperature", "-t", help="0 takes the likeliest token each time."
+        ),
+    ] = None
     top_p: Annotated[
-        float, _sampling(help="Sample among the likeliest tokens that hold this probability.")
-    ] = 1.0
-    top_k: Annotated[int, _sampling(help="Sample among this many tokens (0: all).")] = 0
+        float | None,
+        _recommended("top_p", help="Sample among the likeliest tokens that hold this probability."),
+    ] = None
+    top_k: Annotated[
+        int | None, _recommended("top_k", help="Sample among this many tokens (0: all).")
+    ] = None
     min_p: Annotated[
-        float, _sampling(help="Drop tokens less likely than this share of the likeliest.")
-    ] = 0.0
+        float | None,
+        _recommended("min_p", help="Drop tokens less likely than this share of the likeliest."),
+    ] = None
     repetition_penalty: Annotated[
-        float, _sampling(help="Above 1 disfavours tokens of prompt and answer.")
-    ] = 1.0
+        float | None,
+        _recommended("repetition_penalty", help="Above 1 disfavours tokens of prompt and answer."),
+    ] = None
     presence_penalty: Annotated[
         float, _sampling(help="Subtracted once for a token that the answer has.")
     ] = 0.0
@@ -82,16 +105,22 @@ class AnswerOptions:
         bool, _sampling("--keep-special-tokens", help="Show special tokens in the text.")
     ] = False
 
+    @property
+    def left_to_model(self) -> frozenset[str]:
+        """Fields of SamplingParams that the user has not set and the model's files may."""
+        return frozenset(name for name in FALLBACKS if getattr(self, name) is None)
+
     def sampling_params(self, **more: Any) -> SamplingParams:
+        """As far as it is known before the model is loaded: see `with_recommended`."""
         from rooftile.engine.params import SamplingParams
 
+        recommended: dict[str, Any] = {
+            name: fallback if (value := getattr(self, name)) is None else value
+            for name, fallback in FALLBACKS.items()
+        }
         return SamplingParams(
             max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            **recommended,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=parse_logit_bias(self.logit_bias),
@@ -201,6 +230,19 @@ class BeamOptions:
         )
 
 
+def with_recommended(
+    params: SomeParams, left_to_model: frozenset[str], recommended: Mapping[str, Any]
+) -> SomeParams:
+    """`params` with the model's values of those fields that are left to it."""
+    chosen = {name: value for name, value in recommended.items() if name in left_to_model}
+    return dataclasses.replace(params, **chosen)
+
+
+def sampling_text(values: Mapping[str, float]) -> str:
+    """Such as "temperature 0.6, top_p 0.95"."""
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
 def given_options(
     context: typer.Context, group: type[Any], except_for: frozenset[str] = frozenset()
 ) -> str:
@@ -271,6 +313,9 @@ class EngineOptions:
     no_prefix_cache: Annotated[
         bool, _engine("--no-prefix-cache", help="Do not reuse the KV pages of equal prefixes.")
     ] = False
+    no_generation_config: Annotated[
+        bool, _engine("--no-generation-config", help="Ignore the sampling in the model's files.")
+    ] = False
     random_weights: Annotated[
         bool, _engine("--random-weights", help="The architecture of MODEL with random weights.")
     ] = False
@@ -278,7 +323,8 @@ class EngineOptions:
     def settings(self) -> dict[str, Any]:
         """What `LLM` and `AsyncLLM` take, by its names there."""
         values = dataclasses.asdict(self)
-        values["prefix_cache"] = not values.pop("no_prefix_cache")
+        for name in ("prefix_cache", "generation_config"):
+            values[name] = not values.pop(f"no_{name}")
         return values
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,19 @@ MARK = "\ufeff"  # with which some programs begin a stream of text
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt or a conversation. name: the "id" of its line."""
+    """A prompt or a conversation. line: the JSON object that it was, and name the "id" in it."""
 
     body: RequestBody
     name: str | int | None = None
+    line: dict[str, Any] | None = None
+
+    def with_defaults(self, defaults: Params) -> Asked:
+        """The same with other values of the fields that its line leaves out."""
+        from rooftile.cli.batch.lines import parse
+
+        if self.line is None:
+            return replace(self, body=replace(self.body, params=defaults))
+        return replace(self, body=parse(self.line, defaults))
 
     @property
     def shown(self) -> str:
@@ -99,7 +108,7 @@ def _parse_line(line: str, defaults: Params) -> Asked:
         return _text(line, defaults)  # text that happens to start with a brace
     if is_openai(value):
         raise ValueError("lines of an OpenAI batch are answered in its format: add --output FILE")
-    return Asked(parse(value, defaults), value.get("id"))
+    return Asked(parse(value, defaults), value.get("id"), value)
 
 
 def _text(text: str, defaults: Params) -> Asked:

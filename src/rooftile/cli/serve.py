@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.cli.options import EngineOptions, with_options
+from rooftile.cli.options import EngineOptions, sampling_text, with_options
 
 if TYPE_CHECKING:
     from rooftile.engine.async_llm import AsyncLLM
@@ -132,8 +132,11 @@ def serve(options: EngineOptions, server: ServerOptions) -> None:
         return AsyncLLM(engine=engine, **settings)
 
     def on_ready(running: Server) -> None:
-        tokens = running.service.llm.limits.kv_tokens
-        print(f"KV memory holds {tokens} tokens", file=sys.stderr, flush=True)
+        llm = running.service.llm
+        print(f"KV memory holds {llm.limits.kv_tokens} tokens", file=sys.stderr, flush=True)
+        if llm.sampling_defaults:
+            said = sampling_text(llm.sampling_defaults)
+            print(f"sampling by default: {said}", file=sys.stderr, flush=True)
         print(f"{options.model} is ready at {address} (ctrl-C ends)", flush=True)
 
     import asyncio

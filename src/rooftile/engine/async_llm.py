@@ -68,11 +68,12 @@ class AsyncLLM:
         else:
             loaded, core = build_engine(self.config, on_progress)
             self._engine = EngineThread(core, self._post)
-            ready = EngineReady(loaded.name, loaded.tokenizer, core.limits, loaded.eos_token_ids)
+            ready = EngineReady.of(loaded, core.limits)
         self.model_name = ready.model_name
         self.tokenizer = ready.tokenizer
         self.limits = ready.limits
         self.eos_token_ids = ready.eos_token_ids
+        self.sampling_defaults: dict[str, Any] = dict(ready.sampling_defaults)
         self._frontend = Frontend(ready.tokenizer, ready.limits)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -117,7 +118,7 @@ class AsyncLLM:
         """
         self._be_told_here()
         text, prompt_ids = self._frontend.encode(prompt)
-        params = SamplingParams() if params is None else params
+        params = SamplingParams(**self.sampling_defaults) if params is None else params
         params = self._frontend.prepare(prompt_ids, params)
         try:
             hash(cache_salt)

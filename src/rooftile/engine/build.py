@@ -50,6 +50,7 @@ def build_engine(
             max_model_len=config.max_model_len,
             dual_chunk=None if config.dual_chunk is None else DualChunkConfig.of(config.dual_chunk),
             quantization=config.quantization,
+            generation_config=config.generation_config,
             on_progress=lambda phase, share: report(phase, share * LOADED if on_gpu else share),
             check=check_weights if on_gpu else None,
         )

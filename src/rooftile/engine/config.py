@@ -46,6 +46,8 @@ class EngineConfig:
         32 columns of a row) of the weights. Embedding and head keep 8 bits, and with "int4" so do q, k, v
         and down projections that the file does not have in 4-bit blocks. Activations become 8 bits
         within products.
+    generation_config: sample as the model's files recommend where a request says nothing: the
+        `generation_config.json` of a directory, `general.sampling.*` of a GGUF file.
     random_weights: build the architecture of a config with random weights (for measurements).
     pipeline_depth: steps in flight; 2 schedules a step before the last one's tokens are known. None:
         1 on a CPU, 2 on a GPU.
@@ -64,6 +66,7 @@ class EngineConfig:
     num_pages: int | None = None
     kv_memory_share: float | None = None
     prefix_cache: bool = True
+    generation_config: bool = True
     random_weights: bool = False
     seed: int = 0
     pipeline_depth: int | None = None
@@ -100,7 +103,7 @@ class EngineConfig:
             raise ValueError(f"pipeline_depth is {depth!r}; it is 1 or 2")
         if type(self.seed) is not int:
             raise ValueError(f"seed is {self.seed!r}; it must be a whole number")
-        for name in ("prefix_cache", "random_weights", "cuda_graphs"):
+        for name in ("prefix_cache", "generation_config", "random_weights", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 

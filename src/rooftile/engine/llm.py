@@ -26,6 +26,10 @@ class LLM:
     options: the fields of `EngineConfig`.
     on_progress: called while loading with (what is being done, share done from 0 to 1).
 
+    sampling_defaults: the fields of SamplingParams that the model's files recommend. They hold where a
+    request has no params; `SamplingParams(**llm.sampling_defaults, max_tokens=40)` has them too.
+    Params that are given count as they are.
+
     Not thread-safe: use it from one thread, or use `AsyncLLM`.
 
     Raises:
@@ -45,6 +49,7 @@ class LLM:
         self.model_name = loaded.name
         self.model_config = loaded.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.sampling_defaults: dict[str, Any] = dict(loaded.sampling_defaults)
         self._frontend = Frontend(loaded.tokenizer, self._core.limits)
         self._ids = map(str, itertools.count())
 
@@ -62,14 +67,14 @@ class LLM:
         """Continue each prompt; results in the order of the prompts.
 
         prompts: a string, a list of token ids, or a list of either. params: one for all, or one
-        for each. Every prompt is checked before any is run.
+        for each; None samples as the model's files recommend. Every prompt is checked before any runs.
 
         Raises:
             ValueError: a prompt or parameter that cannot run, named with its limit.
         """
         many = _as_prompts(prompts)
         if not isinstance(params, Sequence):
-            params = [SamplingParams() if params is None else params] * len(many)
+            params = [self._or_default(params)] * len(many)
         return self._finish_all(self._add(many, params), progress)
 
     def beam_search(
@@ -155,8 +160,11 @@ class LLM:
 
         Ending the iteration early aborts the request.
         """
-        (output,) = self._add([prompt], [SamplingParams() if params is None else params])
+        (output,) = self._add([prompt], [self._or_default(params)])
         return self._follow(output)
+
+    def _or_default(self, params: SamplingParams | None) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults) if params is None else params
 
     def _follow(self, output: RequestOutput) -> Iterator[RequestOutput]:
         seen = 0

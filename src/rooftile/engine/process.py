@@ -15,9 +15,10 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from rooftile.engine.config import EngineConfig
 from rooftile.engine.grammar import GrammarCompiler
@@ -26,6 +27,9 @@ from rooftile.engine.limits import Limits
 from rooftile.engine.loop import EngineThread, FromEngine
 from rooftile.engine.messages import AddRequest, EngineDied, Refuse, Shutdown, ToEngine
 from rooftile.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rooftile.models.loader import LoadedModel
 
 KILL_AFTER = 10.0  # seconds that a child may take to end by itself
 
@@ -64,6 +68,13 @@ class EngineReady:
     tokenizer: Tokenizer | None
     limits: Limits
     eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]
+
+    @classmethod
+    def of(cls, model: LoadedModel, limits: Limits) -> EngineReady:
+        return cls(
+            model.name, model.tokenizer, limits, model.eos_token_ids, model.sampling_defaults
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +255,7 @@ def _load(
         with contextlib.suppress(OSError):
             pipe.send(LoadFailed(_picklable(error)))
         return None
-    pipe.send(EngineReady(loaded.name, loaded.tokenizer, core.limits, loaded.eos_token_ids))
+    pipe.send(EngineReady.of(loaded, core.limits))
     compiler = None
     if loaded.tokenizer is not None:
         compiler = GrammarCompiler(loaded.tokenizer, core.limits.vocab_size, loaded.eos_token_ids)

@@ -25,6 +25,7 @@ from rooftile.models.gguf_weights import GGUFWeights
 from rooftile.models.places import Place, check_places, places
 from rooftile.models.random_weights import RandomWeights
 from rooftile.models.resolve import ModelFiles, readable, resolve
+from rooftile.models.sampling_defaults import sampling_of_generation_config, sampling_of_gguf
 from rooftile.models.tokenizer import Tokenizer, read_json, tokenizer_from_directory
 from rooftile.models.weights import WeightSource, num_parameters
 from rooftile.ops.dual_chunk_rotary import DualChunkConfig
@@ -40,13 +41,18 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. eos_token_ids: any of them ends an answer."""
+    """A model ready to run.
+
+    eos_token_ids: any of them ends an answer. sampling_defaults: fields of SamplingParams that its
+    authors recommend.
+    """
 
     name: str
     config: DecoderConfig
     decoder: Decoder
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class _Description:
     config: DecoderConfig
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]
     names: Mapping[str, str]
     source: Callable[[dict[str, Place]], Checkpoint | GGUFWeights]
 
@@ -71,6 +78,7 @@ def load_model(
     dual_chunk: DualChunkConfig | None = None,
     parallel: ParallelGroup | None = None,
     quantization: str = "none",
+    generation_config: bool = True,
     on_progress: Callable[[str, float], None] | None = None,
     check: Callable[[str, int], None] | None = None,
 ) -> LoadedModel:
@@ -86,6 +94,7 @@ def load_model(
     dual_chunk: dual chunk attention instead of the model's own, if it has any.
     quantization: "none", "int8" or "int4": of the matrices, while they are read; embedding and head
         get 8 bits. A GGUF's own blocks are taken over where they fit.
+    generation_config: whether to read the sampling that the model's authors recommend.
     parallel: this process's place in a tensor-parallel group; it reads only its share.
     on_progress: told the phase's name and the share of the whole that is done, 0 to 1.
     check: told the model and its bytes before they are read; raises where the device cannot hold them.
@@ -100,7 +109,8 @@ def load_model(
     files = resolve(model, need_weights=not random_weights)
     report("reading configuration and tokenizer", 0.02)
     with readable(str(files.path)):
-        description = _describe_gguf(files) if files.is_gguf else _describe_directory(files)
+        describe = _describe_gguf if files.is_gguf else _describe_directory
+        description = describe(files, generation_config)
     config = description.config
     if dual_chunk is not None:
         config = with_dual_chunk(config, dual_chunk, files.name)
@@ -130,7 +140,12 @@ def load_model(
         on_progress=lambda share: report("loading weights", 0.1 + 0.9 * share),
     )
     return LoadedModel(
-        files.name, config, decoder, description.tokenizer, description.eos_token_ids
+        files.name,
+        config,
+        decoder,
+        description.tokenizer,
+        description.eos_token_ids,
+        description.sampling_defaults,
     )
 
 
@@ -142,28 +157,30 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _describe_directory(files: ModelFiles) -> _Description:
+def _describe_directory(files: ModelFiles, with_sampling: bool) -> _Description:
     path = files.path / "config.json"
     fields = Fields(read_json(path), str(path))
     family = family_of_config(fields)
     config = family.config(fields)
     tokenizer = tokenizer_from_directory(files.path)
-    generation = files.path / "generation_config.json"
+    generation_path = files.path / "generation_config.json"
+    generation = read_json(generation_path)
     ids = {
         *_ids(fields.get("eos_token_id"), path),
-        *_ids(read_json(generation).get("eos_token_id"), generation),
+        *_ids(generation.get("eos_token_id"), generation_path),
     }
     ignored = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
     return _Description(
         config,
         tokenizer,
         _eos_ids(ids, tokenizer, config.vocab_size),
+        sampling_of_generation_config(generation, generation_path) if with_sampling else {},
         family.hf_names,
         lambda found: Checkpoint(files.path, found, ignored),
     )
 
 
-def _describe_gguf(files: ModelFiles) -> _Description:
+def _describe_gguf(files: ModelFiles, with_sampling: bool) -> _Description:
     file = read_gguf(files.path)
     family = family_of_gguf(Fields(file.metadata, str(file.path)))
     assert family.gguf_config is not None
@@ -179,6 +196,7 @@ def _describe_gguf(files: ModelFiles) -> _Description:
         config,
         tokenizer,
         _eos_ids(ids, tokenizer, config.vocab_size),
+        sampling_of_gguf(file.metadata, file.path) if with_sampling else {},
         family.gguf_names,
         lambda found: _gguf_source(file, family, config, found),
     )

@@ -146,6 +146,7 @@ def _card(service: Service, name: str) -> ModelCard:
         owned_by="rooftile",
         root=service.llm.model_name,
         max_model_len=service.llm.limits.max_model_len,
+        sampling_defaults=service.llm.sampling_defaults,
     )
 
 

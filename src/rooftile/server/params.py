@@ -28,6 +28,7 @@ async def engine_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logits_processor=await _grammar(service, request),
+        defaults=service.llm.sampling_defaults,
     )
 
 

@@ -18,7 +18,7 @@ from rooftile.cli.batch.progress import RunProgress
 from rooftile.cli.batch.results import Earlier, OutputFile
 from rooftile.cli.conversation import Interrupt, ctrl_c_interrupts, has_template, prompts_of
 from rooftile.cli.errors import print_error
-from rooftile.cli.options import EngineOptions
+from rooftile.cli.options import EngineOptions, with_recommended
 from rooftile.cli.start import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """defaults: of whatever a line leaves out. chat: None goes by the model's template."""
+    """defaults: of whatever a line leaves out; those `left_to_model` are the model's where its files
+    have them. chat: None goes by the model's template.
+    """
 
     defaults: Params
     chat: bool | None = None
     system: str | None = None
     overwrite: bool = False
     model_names: tuple[str, ...] = ()
+    left_to_model: frozenset[str] = frozenset()
 
     def settings(self, engine: EngineOptions) -> str:
         """What decides the answers beside the lines, as one text."""
@@ -45,7 +48,11 @@ class BatchOptions:
             *(engine.max_model_len, engine.random_weights),
         ]
         kind = type(self.defaults).__name__
-        parts = [model, kind, asdict(self.defaults), self.chat, self.system, self.model_names]
+        left = [] if engine.no_generation_config else sorted(self.left_to_model)
+        parts = [
+            *(model, kind, asdict(self.defaults), left),
+            *(self.chat, self.system, self.model_names),
+        ]
         return json.dumps(parts, sort_keys=True)
 
 
@@ -111,6 +118,9 @@ class _Run:
     ) -> None:
         self._llm = llm
         self._options = options
+        self._defaults = with_recommended(
+            options.defaults, options.left_to_model, llm.sampling_defaults
+        )
         self._output = output
         self._progress = progress
         self._interrupt = interrupt
@@ -149,7 +159,7 @@ class _Run:
             value: dict[str, Any] | None = None
             try:
                 value = line.read()
-                body = parse(value, self._options.defaults)
+                body = parse(value, self._defaults)
                 prompts = self._prompts(body, is_openai(value))
             except ValueError as error:
                 self._refuse(line, value, error)

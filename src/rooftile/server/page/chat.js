@@ -159,7 +159,10 @@ async function findModel() {
   try {
     const response = await fetch("/v1/models", { headers: headers() });
     if (response.ok) {
-      byId("model").textContent = (await response.json()).data[0].id;
+      const card = (await response.json()).data[0];
+      byId("model").textContent = card.id;
+      const field = byId("temperature");
+      if (field.value === field.defaultValue) field.value = card.sampling_defaults.temperature ?? field.value;
       return;
     }
     byId("model").textContent = response.status === 401 ? "needs an API key (see Settings)" : "loading…";

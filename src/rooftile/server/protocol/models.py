@@ -14,6 +14,7 @@ class ModelCard(ServerModel):
     owned_by: str
     root: str
     max_model_len: int
+    sampling_defaults: dict[str, float]  # of what a request leaves out
 
 
 class ModelList(ServerModel):

@@ -13,6 +13,8 @@ from rooftile.server.protocol.base import ClientModel
 from rooftile.server.protocol.response_format import ResponseFormat
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rooftile.engine.params import LogitsProcessor
 
 # Lists that are looked through at each token: their length is bounded, so that no client can slow
@@ -155,27 +157,32 @@ class SamplingFields(ClientModel):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
         logits_processor: LogitsProcessor | None = None,
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """Raises: ApiError 400, naming the field that is out of range."""
+        """defaults: the model's, of fields that the request leaves out.
+
+        Raises:
+            ApiError: 400, naming the field that is out of range.
+        """
         for name in BEAM_FIELDS:
             if getattr(self, name) is not None:
                 raise bad_request(f"{name} needs use_beam_search: true", name)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if 0 < temperature < LEAST_TEMPERATURE:
-            temperature = LEAST_TEMPERATURE
-        chosen: dict[str, Any] = {
+        given: dict[str, Any] = {
             name: value
             for name in (
-                "n", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
                 "frequency_penalty", "seed", "min_tokens", "stop_token_ids", "ignore_eos",
                 "skip_special_tokens", "include_stop_str_in_output", "bad_words",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
+        chosen = {**defaults, **given}
+        if 0 < chosen.get("temperature", 1.0) < LEAST_TEMPERATURE:
+            chosen["temperature"] = LEAST_TEMPERATURE
+        if chosen.get("top_k") == -1:  # other servers' way to say "all"
+            chosen["top_k"] = 0
         try:
             return SamplingParams(
-                temperature=temperature,
-                top_k=0 if self.top_k in (None, -1) else self.top_k,
                 logit_bias=None if self.logit_bias is None else token_biases(self.logit_bias),
                 stop=self.stop or None,
                 max_tokens=max_tokens,
