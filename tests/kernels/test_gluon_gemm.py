@@ -353,6 +353,11 @@ def test_linear_layers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) 
     assert LINEAR.efficiency(call) < 0.5
     monkeypatch.setenv("ROOFTILE_LINEAR", "stream-k")
     assert LINEAR.efficiency(call) == 1.0
+    monkeypatch.setenv("ROOFTILE_LINEAR", "")
+    assert LINEAR.efficiency(call) < 0.5
+    monkeypatch.setenv("ROOFTILE_LINEAR", "stream_k")
+    with pytest.raises(ValueError, match="ROOFTILE_LINEAR is 'stream_k'; it is stream-k, or not"):
+        LINEAR.efficiency(call)
     call.format = "onednn"
     assert LINEAR.supports(call) == "it cannot read 'onednn'"
 

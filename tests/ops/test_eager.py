@@ -75,12 +75,16 @@ def test_contents_on_a_gpu_are_checked_where_asked_to(monkeypatch: pytest.Monkey
     class Elsewhere:
         device = torch.device("cuda")
 
-    for value, checked in ((None, False), ("1", True), ("0", False)):
+    for value, checked in ((None, False), ("1", True), ("0", False), ("", False)):
         if value is None:
             monkeypatch.delenv("ROOFTILE_CHECK", raising=False)
         else:
             monkeypatch.setenv("ROOFTILE_CHECK", value)
         assert contents_checked(Elsewhere()) == checked  # type: ignore[arg-type]
+    for value in ("yes", "true", "2"):
+        monkeypatch.setenv("ROOFTILE_CHECK", value)
+        with pytest.raises(ValueError, match=f"ROOFTILE_CHECK is '{value}'; choose one of 0, 1"):
+            contents_checked(Elsewhere())  # type: ignore[arg-type]
     assert contents_checked(torch.zeros(1))
 
 

@@ -18,7 +18,8 @@ GPU_FAMILIES = ("triton", "gluon")
 # What os.environ looks into, which answers ten times as fast where a name is not set.
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _ENCODED = _ENVIRONMENT is not os.environ and os.name == "posix"
-_CHECK, _YES = (b"ROOFTILE_CHECK", b"1") if _ENCODED else ("ROOFTILE_CHECK", "1")
+_CHECK: Any = b"ROOFTILE_CHECK" if _ENCODED else "ROOFTILE_CHECK"
+_CHECKS = {b"1": True, b"0": False, b"": False} if _ENCODED else {"1": True, "0": False, "": False}
 OPERATORS: dict[str, Operator] = {}  # every declared operator, for `rooftile doctor`
 
 
@@ -211,7 +212,17 @@ def contents_checked(tensor: torch.Tensor) -> bool:
 
     On a CPU that is free of synchronisation and always done outside torch.compile; on a GPU it
     would wait for the device, so only with ROOFTILE_CHECK=1.
+
+    Raises:
+        ValueError: another value of ROOFTILE_CHECK than 0 and 1; empty is as if it were not set.
     """
     if torch.compiler.is_compiling():
         return False
-    return tensor.device.type == "cpu" or _ENVIRONMENT.get(_CHECK) == _YES
+    if tensor.device.type == "cpu":
+        return True
+    value = _ENVIRONMENT.get(_CHECK)
+    if value is None:
+        return False
+    if value not in _CHECKS:
+        raise ValueError(f"ROOFTILE_CHECK is {os.environ['ROOFTILE_CHECK']!r}; choose one of 0, 1")
+    return _CHECKS[value]

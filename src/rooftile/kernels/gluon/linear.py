@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftile.kernels import Kernel
 from rooftile.kernels.gluon import gemm
 
-_SWITCH = "ROOFTILE_LINEAR"
+_SWITCH, _VALUE = "ROOFTILE_LINEAR", "stream-k"
 
 
 def linear(
@@ -32,8 +32,15 @@ def linear(
 
 
 def is_switched_on() -> bool:
-    """Whether the engine's linear layers are to run through the products of kernels/gluon/gemm."""
-    return os.environ.get(_SWITCH) == "stream-k"
+    """Whether the engine's linear layers are to run through the products of kernels/gluon/gemm.
+
+    Raises:
+        ValueError: the switch has a value that it does not know; empty is as if it were not set.
+    """
+    value = os.environ.get(_SWITCH)
+    if value and value != _VALUE:
+        raise ValueError(f"{_SWITCH} is {value!r}; it is {_VALUE}, or not set")
+    return value == _VALUE
 
 
 def efficiency(call: Any) -> float:
