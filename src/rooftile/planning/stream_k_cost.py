@@ -146,7 +146,6 @@ def counts(
     return Counts(
         multiplying(tiling, machine, itemsize),
         min(flops / HOT_FLOPS * itemsize / 2, 1.0),
-        of_a + of_b,
         block_m + block_n,
         broken,
         split,

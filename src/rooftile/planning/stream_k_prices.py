@@ -36,8 +36,8 @@ class Counts(NamedTuple):
 
     clocks: of the matrix unit in a step. hot: 1 where a product is so long that the clock falls, less
         for shorter ones.
-    asked, received: pieces of 128 bytes in a step that it asks the cache for, and that it gets.
-    broken, split: of those asked for, that begin inside a line, and inside a sector, times the share
+    received: pieces of 128 bytes that it gets in a step.
+    broken, split: of those that it asks for, that begin inside a line, and inside a sector, times the share
         of the multiprocessors that do so.
     outside: rows of its boxes beyond the matrix.
     steps: along K; scattered: of these, while others are elsewhere along K; alone: pieces that it asks
@@ -53,7 +53,6 @@ class Counts(NamedTuple):
 
     clocks: float
     hot: float
-    asked: float
     received: float
     broken: float
     split: float
@@ -93,7 +92,6 @@ class Prices:
     sharpness: float
     clock: float
     hot: float
-    asked: float
     received: float
     broken: float
     split: float
@@ -114,7 +112,7 @@ class Prices:
 
     def loading(self, of: Counts) -> tuple[float, float]:
         """Clocks of a step that a CTA's requests take, and their answers."""
-        requests = self.asked * of.asked + self.broken * of.broken + self.split * of.split
+        requests = self.broken * of.broken + self.split * of.split
         return requests + self.outside * of.outside, self.received * of.received
 
     def step(self, of: Counts, scattered: bool = False) -> float:
