@@ -143,5 +143,7 @@ def test_paged_differential(family: str, q_len: int, which: int) -> None:
     )  # fmt: skip
     seen = seen_from(323, q_len, 700) & of_group(8, 1, 2)
     assert_nan(out[:q_len], both[which - 1][:q_len], seen)
-    assert not bool(both[2 - which].isnan().any())
-    assert not bool(both[which - 1][q_len:].isnan().any())
+    # A kernel may multiply both keys of a slot, one of them by zeros: then the other softmax is NaN, too.
+    for lse in both:
+        assert not bool((lse[:q_len].isnan() & ~seen).any())
+        assert not bool(lse[q_len:].isnan().any())
