@@ -75,9 +75,13 @@ def paged_supports(call: Any) -> str | None:
     reason = paged.supports(plain_call)
     if reason is not None:
         return reason
-    if call.k_dim % 64 or call.v_dim % 64:  # at 96 a test did not come to its end on a GPU, twice
-        return f"k_dim is {call.k_dim}, v_dim {call.v_dim}; it takes multiples of 64"
     tile = longest_tile(call.k_dim, call.v_dim)
     if call.chunk_len % tile:
         return f"chunks of {call.chunk_len} tokens are no whole tiles of {tile} keys"
+    # Whoever attends and whoever loads wait for each other then, where a request has many queries: seen in the
+    # simulator, and a GPU test at 96 did not come to its end.
+    if 64 < max(call.k_dim, call.v_dim) <= 128 and call.chunk_len > tile:
+        return (
+            f"at head dims of 65 to 128 it takes chunks of {tile} tokens, not of {call.chunk_len}"
+        )
     return None
