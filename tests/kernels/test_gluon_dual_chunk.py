@@ -113,6 +113,15 @@ def test_prefill_and_decode_together(
     check(batch, 128, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("q_len", "dim", "chunk_len"), [(12, 128, 128), (140, 96, 256), (140, 64, 128)]
+)
+def test_items_of_many_tiles(q_len: int, dim: int, chunk_len: int) -> None:
+    """More of them than fit into the rings, which values once waited behind for what comes next."""
+    batch = Batch([(q_len, 1000), (1, 700)], (8, 2), (dim, dim), 16, seed=q_len)
+    check(batch, chunk_len, seed=q_len)
+
+
 @pytest.mark.parametrize("seed", range(10))  # every policy of the scheduler, twice
 def test_any_order_of_events(seed: int) -> None:
     batch = Batch([(1, 700), (2, 129), (1, 0), (1, 333)], (4, 1), (128, 128), 16, seed=seed)

@@ -94,7 +94,7 @@ def test_dual_chunks(sizes: Any) -> None:
     assert spilled == []
 
 
-@pytest.mark.parametrize("sizes", [*SMALL[128][:2], LARGE[128]], ids=str)
+@pytest.mark.parametrize("sizes", [*SMALL[128], LARGE[128]], ids=str)
 def test_dual_chunks_over_pages(sizes: Any) -> None:
     """A tile of keys costs what it costs plain attention."""
     sizes = replace(sizes, anchored=False)  # as dual chunks run
@@ -113,8 +113,9 @@ def test_dual_chunks_over_pages(sizes: Any) -> None:
         )
         for rotations in (1, 3)
     )
-    assert ours.spills() <= 8
+    assert ours.spills() <= 12  # of the warp that loads, for each item; none for each tile
     loops = [min(len(x.body) for x in code.product_loops()) for code in (plain, ours)]
     assert loops[1] <= loops[0] + (10 if sizes.few else 60)
     for loop in ours.product_loops():
         assert loop.hazards() == []
+        assert not any(i.name.startswith(("LDL", "STL")) for i in loop.body)

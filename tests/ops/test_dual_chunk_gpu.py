@@ -121,6 +121,22 @@ def test_paged(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("q_len", [12, 300])
+@pytest.mark.parametrize("chunk_len", [128, 256])
+def test_items_of_many_tiles(family: str, q_len: int, chunk_len: int) -> None:
+    """Whole strips of 47 KV tiles: more than fit into the rings of keys and values."""
+    case = make(Shape(heads=(32, 8)), [(q_len, 6000)] * 17, 0)
+    queries = rotations(case, 0)
+    options = {"chunk_size": chunk_len + 5, "local_size": 5, "return_lse": True}
+    pages = case.k_pages, case.v_pages
+    got = paged_dual_chunk_attention(*queries, *pages, case.batch, kernel=family, **options)
+    wide = (x.double() for x in (*queries, *pages))
+    exact = paged_dual_chunk_attention(*wide, case.batch, kernel="reference", **options)
+    plain = paged_dual_chunk_attention(*queries, *pages, case.batch, kernel="reference", **options)
+    assert_close(got, exact, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_q_len", [1, 8])
 def test_graph_replay_with_other_lengths_equals_eager(family: str, max_q_len: int) -> None:
     """With a plan, as an engine's layers take it."""

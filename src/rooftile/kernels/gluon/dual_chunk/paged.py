@@ -78,10 +78,4 @@ def paged_supports(call: Any) -> str | None:
     tile = longest_tile(call.k_dim, call.v_dim)
     if call.chunk_len % tile:
         return f"chunks of {call.chunk_len} tokens are no whole tiles of {tile} keys"
-    # Whoever attends and whoever loads wait for each other then, where a request has many queries: seen in the
-    # simulator, and a GPU test at 96 did not come to its end.
-    if 64 < max(call.k_dim, call.v_dim) <= 128 and call.chunk_len > tile:
-        return (
-            f"at head dims of 65 to 128 it takes chunks of {tile} tokens, not of {call.chunk_len}"
-        )
     return None

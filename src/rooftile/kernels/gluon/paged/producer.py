@@ -160,13 +160,9 @@ def _windows(work, table, first_key, number, kv_len):
 
 
 @gluon.jit
-def _announce(work, queue, slot, words, there, boxes: gl.constexpr):
-    """Tells the other roles what an item is, and starts to look up its pages: in time, while all are
-    busy with the item before."""
+def _tell(queue, slot, words, there):
+    """Tells the other roles what an item is; returns the slot that follows."""
     kv_end = pick(words, KV_END)
-    kv_len = pick(words, KV_LEN)
-    table, first_key, number = _place_of(work, words, boxes)
-    window, before = _windows(work, table, first_key, number, kv_len)
     queue.send(
         slot,
         (
@@ -179,12 +175,27 @@ def _announce(work, queue, slot, words, there, boxes: gl.constexpr):
             pick(words, PARTIAL_ROW),
             pick(words, Q_BEGIN),
             pick(words, Q_LEN),
-            kv_len,
+            pick(words, KV_LEN),
             pick(words, MERGE),
             pick(words, REQUEST),
         ),
     )
-    return queue.after(slot), window, before
+    return queue.after(slot)
+
+
+@gluon.jit
+def _look_up(work, words, boxes: gl.constexpr):
+    """The windows of an item's page table, as `_windows`."""
+    table, first_key, number = _place_of(work, words, boxes)
+    return _windows(work, table, first_key, number, pick(words, KV_LEN))
+
+
+@gluon.jit
+def _announce(work, queue, slot, words, there, boxes: gl.constexpr):
+    """Tells the other roles what an item is, and starts to look up its pages: in time, while all are
+    busy with the item before."""
+    window, before = _look_up(work, words, boxes)
+    return _tell(queue, slot, words, there), window, before
 
 
 @gluon.jit
@@ -225,20 +236,36 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                     )
             window, before = next_window, next_before
         else:
+            # No later than behind this tile the next item is told of: whoever loads values asks for it
+            # after as many.
+            told = kv_end - gl.maximum(gl.minimum(k_ring.ring.stages, kv_end - kv_begin), 1)
             rotation, border = work.first_rotation(kv_end - 1, kv_len)
+            next_words = words
             for _run in range(work.runs(rotation, kv_begin, kv_len)):
+                # Read off the item once more: the loop has no registers to spare.
                 if work.packed > 0:
-                    turn = _fetch_queries(work, q_ring, q_desc, turn, rotation, *queries)
-                run_begin = gl.maximum(border, kv_begin)
-                for i in range(kv_end - run_begin):
-                    fill, number, window, before = _load_next(
-                        work, k_desc, v_desc, k_ring, v_ring, fill, table, kv_end - 1 - i, number,
-                        window, before, first_key, kv_len, kv_head,
-                    )  # fmt: skip
+                    row_begin, q_begin = pick(words, ROW_BEGIN), pick(words, Q_BEGIN)
+                    q_len = pick(words, Q_LEN)
+                    turn = _fetch_queries(
+                        work, q_ring, q_desc, turn, rotation, kv_head, row_begin, q_begin, q_len
+                    )
+                run_begin = gl.maximum(border, pick(words, KV_BEGIN))
+                for i in range(gl.maximum(kv_end - run_begin, 1)):
+                    tile = kv_end - 1 - i
+                    if tile >= run_begin:  # an item without keys has a turn all the same
+                        fill, number, window, before = _load_next(
+                            work, k_desc, v_desc, k_ring, v_ring, fill, table, tile, number,
+                            window, before, first_key, kv_len, kv_head,
+                        )  # fmt: skip
+                    if tile == told:
+                        share, item, following, next_words = work.next_item(
+                            share, item, following, drawn_from, end
+                        )
+                        slot = _tell(queue, slot, next_words, share < end)
                 kv_end = run_begin
                 rotation, border = work.next_rotation(rotation, border)
-            share, item, following, words = work.next_item(share, item, following, drawn_from, end)
-            slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
+            words = next_words
+            window, before = _look_up(work, words, boxes)
     work.finish()
 
 
