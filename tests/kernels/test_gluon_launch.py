@@ -51,7 +51,7 @@ class FakeBare:
     def current_stream(self, index: int) -> str:
         return f"stream of {index}"
 
-    def tensor_map(self, i: int, address: int, shape: Any, strides: Any) -> str:
+    def tensor_map(self, i: int, address: int, shape: Any, strides: Any, box: Any) -> str:
         self.encoded.append((i, address))
         return f"map {i} {address}"
 
