@@ -27,10 +27,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     from rooftile.planning.cores import gpu_of
     from rooftile.planning.stream_k import product_of
     from rooftile.planning.stream_k_choice import choose, reason, schemes
-    from rooftile.planning.stream_k_cost import (
-        costs_of,
-        row_alignment,
-    )
+    from rooftile.planning.stream_k_cost import costs_of, row_alignment
     from rooftile.planning.stream_k_timeline import timeline
 
     console = text_console()
@@ -84,10 +81,7 @@ def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) ->
 
 def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[int, int]) -> None:
     """What its time consists of."""
-    from rooftile.planning.stream_k_cost import (
-        counts,
-        is_passing,
-    )
+    from rooftile.planning.stream_k_cost import counts, is_passing
     from rooftile.planning.stream_k_prices import machinery
 
     plan, prices = choice.decomposition, machinery(machine).prices

@@ -86,7 +86,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The n_best continuations of each prompt by beam search, best first, with their scores.
 
-        prompts, params: as `generate` takes them. Beams share pages and copy the last one only when they write to it.
+        prompts, params: as `generate` takes them. Beams share pages and copy the last one only when
+        they write to it.
 
         Raises:
             ValueError: a prompt or parameter that cannot run, named with its limit.
@@ -102,7 +103,8 @@ class LLM:
     def score(self, context: Prompt, continuations: Prompt | Sequence[Prompt]) -> list[Score]:
         """The log-probabilities of each continuation after the same context.
 
-        continuations: a string, a list of token ids, or a list of either. The context is computed once; its pages are shared. Text is tokenised piece by piece.
+        continuations: a string, a list of token ids, or a list of either. The context is computed once;
+        its pages are shared. Text is tokenised piece by piece.
 
         Raises:
             ValueError: an empty context or continuation, or one that is too long.

@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from rooftile.planning.case_words import check_numbers
+from rooftile.planning.tile_width import is_odd
 
 Scheme = Literal["data-parallel", "split-k", "joined-k", "cluster-k", "stream-k", "hybrid"]
 STREAMED: tuple[Scheme, ...] = ("stream-k", "hybrid")
@@ -98,7 +99,7 @@ class Tiling:
     @property
     def is_wide(self) -> bool:
         """Whether CTAs are side by side, or their columns no power of two: see tile_width.py."""
-        return self.across > 1 or self.block_n & (self.block_n - 1) != 0
+        return self.across > 1 or is_odd(self.block_n)
 
     @property
     def is_tall(self) -> bool:

@@ -19,26 +19,9 @@ from rooftile.planning.stream_k import (
     stream_k,
 )
 from rooftile.planning.stream_k_bound import bound_of
-from rooftile.planning.stream_k_cost import (
-    WHOLE_LINES,
-    clusters,
-    is_apart,
-    predict,
-    why,
-)
-from rooftile.planning.stream_k_prices import (
-    SHAPES,
-    STEP_BYTES,
-    tiling_of,
-)
-from rooftile.planning.tile_width import (
-    FILLS,
-    NARROWEST,
-    TOGETHER,
-    WIDEST,
-    is_odd,
-    step_of,
-)
+from rooftile.planning.stream_k_cost import WHOLE_LINES, clusters, is_apart, predict, why
+from rooftile.planning.stream_k_prices import SHAPES, STEP_BYTES, tiling_of
+from rooftile.planning.tile_width import FILLS, NARROWEST, TOGETHER, WIDEST, is_odd, step_of
 
 # Tiles whose steps along K the CTAs of a cluster can share: how many of those, one below the other,
 # load columns together, and how many share k.

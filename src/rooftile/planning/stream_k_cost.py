@@ -24,6 +24,7 @@ from math import gcd
 from rooftile.planning.hardware import Machine
 from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
 from rooftile.planning.stream_k_prices import Counts, machinery
+from rooftile.planning.tile_width import power_below
 
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
 WHOLE_LINES = (LINE_BYTES, LINE_BYTES)
@@ -129,7 +130,7 @@ def counts(
     # Two warpgroups share a tile's rows, or its columns where there are no more than 64 rows. Each stores so
     # many columns at a time, and some of them twice where they are no multiple.
     columns = block_n if block_m > FEW_ROWS else block_n // 2
-    chunk = min(1 << (columns.bit_length() - 1), STORE_BYTES // 2)
+    chunk = min(power_below(columns), STORE_BYTES // 2)
     stored = (
         segments * block_m * block_n / columns * -(-columns // chunk) * chunk / (STORE_BYTES // 2)
     )

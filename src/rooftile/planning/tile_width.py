@@ -26,6 +26,11 @@ def is_odd(columns: int) -> bool:
     return columns & (columns - 1) != 0
 
 
+def power_below(columns: int) -> int:
+    """The largest power of two that is no more."""
+    return 1 << (columns.bit_length() - 1)
+
+
 def step_of(rows: int, sharers: int) -> int:
     """What widths are multiples of: whole pieces for each CTA that loads some of the columns, and where
     there are 64 rows for both warpgroups, which share the columns."""

@@ -11,10 +11,7 @@ from pathlib import Path
 from rooftile.planning.hardware import Machine
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product, Tiling
-from rooftile.planning.stream_k_cost import (
-    LINE_BYTES,
-    row_alignment,
-)
+from rooftile.planning.stream_k_cost import LINE_BYTES, row_alignment
 from rooftile.planning.stream_k_prices import STEP_BYTES
 
 GRAIN = 64  # rows and columns that the library's tiles are multiples of, for all that is known

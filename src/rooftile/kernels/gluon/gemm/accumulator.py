@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.tile.mma import accumulator_layout, multiply, wait
+from rooftile.planning.tile_width import is_odd
 
 _COLUMNS, _THREAD_REGISTERS, _SLABS = 8, 4, 4  # of a piece; of an operand's row, of 32 bytes
 PIECE = gl.constexpr(_COLUMNS)
@@ -25,10 +26,8 @@ _ROW_BYTES = gl.constexpr(32 * _SLABS)
 _BLOCK_UNITS = 64 * 32 * _SLABS // 16  # of 64 rows, as descriptors count
 
 
-@gluon.constexpr_function
-def is_odd_width(columns):
-    """Whether an accumulator has as many columns as no tensor of Triton's."""
-    return columns & (columns - 1) != 0
+# Whether an accumulator has as many columns as no tensor of Triton's.
+is_odd_width = gluon.constexpr_function(is_odd)
 
 
 @gluon.constexpr_function

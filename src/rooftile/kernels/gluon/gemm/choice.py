@@ -15,12 +15,7 @@ from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan
 from rooftile.kernels.gluon.gemm.tile_plan import TilePlan
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Product
-from rooftile.planning.tile_cost import (
-    predict_copies,
-    predict_tiles,
-    stages_of,
-    suits_tiles,
-)
+from rooftile.planning.tile_cost import predict_copies, predict_tiles, stages_of, suits_tiles
 
 TILES = ((64, 32), (64, 64), (128, 64))
 # Predictions are of a product alone. One after another, as in an engine, few rows take half as long by the

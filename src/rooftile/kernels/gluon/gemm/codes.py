@@ -12,9 +12,45 @@ bits 16 further up. So a pair is one operation away from two bfloat16 numbers: 0
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.gemm import codes_plan
+
 GROUP = gl.constexpr(32)  # along k, with one scale
-BLOCK = gl.constexpr(128)  # along k, whose words lie together
-WORDS = gl.constexpr(16)  # of a block
+BLOCK = gl.constexpr(codes_plan.BLOCK)  # along k, whose words lie together
+WORDS = gl.constexpr(codes_plan.BLOCK_WORDS)  # of a block
+
+
+@gluon.constexpr_function
+def bits(rank, n, dimension, first=1):
+    """first, 2 first, .. below n along one of `rank` dimensions."""
+    found = []
+    while first < n:
+        basis = [0] * rank
+        basis[dimension] = first
+        found.append(basis)
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def sums_layout(warps_k):
+    """Of sums [warps along k, rows of the weight, rows of activations, or groups of one]."""
+    return gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[warps_k, 1, 1], instr_shape=[1, 16, 8]
+    )
+
+
+@gluon.jit
+def along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 .. n - 1 along one of three axes."""
+    if axis == 0:
+        x = gl.arange(0, n, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        return gl.expand_dims(gl.expand_dims(x, 1), 2)
+    elif axis == 1:
+        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        return gl.expand_dims(gl.expand_dims(x, 0), 2)
+    else:
+        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        return gl.expand_dims(gl.expand_dims(x, 0), 1)
 
 
 @gluon.constexpr_function
@@ -22,19 +58,10 @@ def _words_layout(tile, blocks, warps_k):
     """Of words [warps_k, tile, blocks, 4, 4]: as a left operand of the tensor core, which has rows 1, 2
     and 4 and a thread's place along k in a warp's lanes."""
 
-    def bits(n, dimension, first=1):
-        found = []
-        while first < n:
-            basis = [0] * 5
-            basis[dimension] = first
-            found.append(basis)
-            first *= 2
-        return found
-
     return gl.DistributedLinearLayout(
-        reg_bases=bits(4, 4) + bits(tile, 1, 8) + bits(blocks, 2),
-        lane_bases=bits(4, 3) + bits(8, 1),
-        warp_bases=bits(warps_k, 0),
+        reg_bases=bits(5, 4, 4) + bits(5, tile, 1, 8) + bits(5, blocks, 2),
+        lane_bases=bits(5, 4, 3) + bits(5, 8, 1),
+        warp_bases=bits(5, warps_k, 0),
         block_bases=[],
         shape=[warps_k, tile, blocks, 4, 4],
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rooftile.planning.hardware import H200
+
 BLOCK = 128  # along k, whose words lie together
 BLOCK_WORDS = 16
 TILE = 16  # rows of the weight
-_MULTIPROCESSORS = 132  # of an H200
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ def plan_of_row(n: int, k: int) -> RowPlan | None:
     run at a time, and steps as few as registers allow.
     """
     tiles = -(-n // TILE)
-    if tiles > 6 * _MULTIPROCESSORS or (tiles > 2 * _MULTIPROCESSORS and k > 32 * BLOCK):
+    if tiles > 6 * H200.units or (tiles > 2 * H200.units and k > 32 * BLOCK):
         return None
     if k <= 8 * BLOCK:  # one step
         return RowPlan(8, 1, 1)
-    if tiles > 2 * _MULTIPROCESSORS:
+    if tiles > 2 * H200.units:
         return RowPlan(8, 4, 1)
-    if tiles <= _MULTIPROCESSORS and 16 * BLOCK < k <= 32 * BLOCK:  # one step
+    if tiles <= H200.units and 16 * BLOCK < k <= 32 * BLOCK:  # one step
         return RowPlan(16, 1, 2)
     return RowPlan(8, 2, 2)

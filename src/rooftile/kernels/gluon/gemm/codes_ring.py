@@ -9,16 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from rooftile.kernels.gluon.gemm.codes import BLOCK, WORDS, codes_in_pairs
+from rooftile.kernels.gluon.gemm.codes import BLOCK, WORDS, bits, codes_in_pairs, sums_layout
 from rooftile.kernels.gluon.gemm.codes_row import (
     COLUMNS,
     TILE,
     as_operand,
-    bits,
     fetch_row,
     fetch_scales,
     store_sums,
-    sums_layout,
 )
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 from rooftile.kernels.triton_version import tma_load
@@ -28,9 +26,9 @@ from rooftile.kernels.triton_version import tma_load
 def _boxes_layout(blocks, warps_k):
     """Of words [blocks, rows, WORDS] on their way to a left operand: see codes.py's layout of words."""
     return gl.DistributedLinearLayout(
-        reg_bases=bits(4, 2) + bits(16, 1, 8) + bits(blocks, 0),
-        lane_bases=bits(16, 2, 4) + bits(8, 1),
-        warp_bases=bits(blocks * warps_k, 0, blocks),
+        reg_bases=bits(3, 4, 2) + bits(3, 16, 1, 8) + bits(3, blocks, 0),
+        lane_bases=bits(3, 16, 2, 4) + bits(3, 8, 1),
+        warp_bases=bits(3, blocks * warps_k, 0, blocks),
         block_bases=[],
         shape=[blocks * warps_k, 16, 16],
     )

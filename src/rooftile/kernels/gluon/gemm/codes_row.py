@@ -10,58 +10,25 @@ every code.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.gemm.codes import GROUP, in_pairs
+from rooftile.kernels.gluon.gemm import codes_plan
+from rooftile.kernels.gluon.gemm.codes import GROUP, along, bits, in_pairs, sums_layout
 from rooftile.kernels.gluon.gemm.epilogue import activate
 
-TILE = gl.constexpr(16)  # rows of the weight
+TILE = gl.constexpr(codes_plan.TILE)  # rows of the weight
 COLUMNS = gl.constexpr(8)
 _WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
-
-
-@gluon.constexpr_function
-def sums_layout(warps_k):
-    """Of sums [warps along k, rows of the weight, groups]."""
-    return gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[warps_k, 1, 1], instr_shape=[1, 16, 8]
-    )
-
-
-@gluon.constexpr_function
-def bits(n, dimension, first=1):
-    """first, 2 first, .. below n along one of three dimensions."""
-    found = []
-    while first < n:
-        basis = [0] * 3
-        basis[dimension] = first
-        found.append(basis)
-        first *= 2
-    return found
 
 
 @gluon.constexpr_function
 def _row_layout(warps_k, step_k):
     """Of activations [warps_k, step_k, COLUMNS]: as a right operand, but eight along k a thread."""
     return gl.DistributedLinearLayout(
-        reg_bases=bits(8, 1) + bits(step_k, 1, 32),
-        lane_bases=bits(32, 1, 8) + bits(8, 2),
-        warp_bases=bits(warps_k, 0),
+        reg_bases=bits(3, 8, 1) + bits(3, step_k, 1, 32),
+        lane_bases=bits(3, 32, 1, 8) + bits(3, 8, 2),
+        warp_bases=bits(3, warps_k, 0),
         block_bases=[],
         shape=[warps_k, step_k, 8],
     )
-
-
-@gluon.jit
-def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """0 .. n - 1 along one of three axes."""
-    if axis == 0:
-        x = gl.arange(0, n, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 1), 2)
-    elif axis == 1:
-        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 0), 2)
-    else:
-        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 0), 1)
 
 
 @gluon.jit
@@ -73,9 +40,9 @@ def fetch_row(
     row: pointer, on a multiple of 16 bytes. even: k is a multiple of all warps' steps, else of 8.
     """
     layout: gl.constexpr = _row_layout(warps_k, step_k)
-    column = _along(COLUMNS, 2, layout)
-    step = _along(step_k, 1, layout)
-    at = k0 + _along(warps_k, 0, layout) * step_k + step
+    column = along(COLUMNS, 2, layout)
+    step = along(step_k, 1, layout)
+    at = k0 + along(warps_k, 0, layout) * step_k + step
     first = column * GROUP  # compared so that the compiler sees eight alike along k
     mine = (step >= first) & (step < first + GROUP)
     if not even:
@@ -98,8 +65,8 @@ def fetch_scales(
 ):  # fmt: skip
     """Of the same steps, [warps_k, TILE, COLUMNS]; 0 beyond k."""
     layout: gl.constexpr = sums_layout(warps_k)
-    row = gl.minimum(row0 + _along(TILE, 1, layout), rows - 1).to(gl.int64)
-    group = _along(warps_k, 0, layout) * (step_k // GROUP) + _along(COLUMNS, 2, layout)
+    row = gl.minimum(row0 + along(TILE, 1, layout), rows - 1).to(gl.int64)
+    group = along(warps_k, 0, layout) * (step_k // GROUP) + along(COLUMNS, 2, layout)
     pointers = scales + row * stride + (k0 // GROUP + group)
     pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 1, 4]), [1, 1, 2])
     inside = (k0 + group // 4 * 4 * GROUP < k) & (row >= 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rooftile.planning.stream_k import Tiling
 from rooftile.planning.stream_k_choice import CLUSTERED
-from rooftile.planning.tile_width import PIECE, is_odd
+from rooftile.planning.tile_width import PIECE, is_odd, power_below
 
 SHARED_BYTES = 225 * 1024  # of one CTA, a little left for barriers
 CHUNK_BYTES = 128  # of a row, that are stored at a time
@@ -95,8 +95,7 @@ class Config:
 
     def chunk(self, gated: bool, out_itemsize: int) -> int:
         """Columns that a warpgroup stores at a time."""
-        most = min(self.columns(gated), CHUNK_BYTES // out_itemsize)
-        return 1 << (most.bit_length() - 1)
+        return power_below(min(self.columns(gated), CHUNK_BYTES // out_itemsize))
 
     def b_boxes(self, gated: bool, b_by_rows: bool) -> int:
         """Boxes of the right operand in a step."""

@@ -11,14 +11,16 @@ from rooftile.kernels.gluon.gemm.accumulator import (
     no_sums,
     settle,
 )
-from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
+from rooftile.kernels.gluon.gemm.epilogue import halves, parts_of, store_tile
 from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
 from rooftile.kernels.gluon.tile.cluster import join_cluster
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS, accumulator_layout
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.triton_version import tma_store_wait
+from rooftile.planning.tile_width import power_below
 
+_power_below = gluon.constexpr_function(power_below)
 QUIET_STEPS = gl.constexpr(4)  # after a part was written, before it is published
 
 
@@ -38,31 +40,6 @@ def multiply_on(
     return acc, previous, fill
 
 
-@gluon.jit
-def _store_one(
-    problem, acc, others, out_desc, out_tiles, group: gl.constexpr, row0, column0,
-    streamed: gl.constexpr, R: gl.constexpr, C: gl.constexpr, buffers: gl.constexpr,
-    bits: gl.constexpr,
-):  # fmt: skip
-    """Stores a tile that is one accumulator, of which half may be a gate."""
-    if problem.gated:
-        gate, value = halves(acc, R, C, bits)
-    else:
-        gate = acc
-        value = acc
-    out_columns: gl.constexpr = C // (2 if problem.gated else 1)
-    store_tile(
-        problem, gate, value, others, out_desc, out_tiles, group, row0, column0, 0, R * C,
-        not streamed, R, out_columns, buffers, bits,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _chunks(columns, width):
-    """Chunks that a tile is stored in."""
-    return -(-columns // width)
-
-
 @gluon.constexpr_function
 def _first_column(chunk, columns, width):
     """Of a chunk; the last one ends with the tile, and stores some columns once more."""
@@ -80,23 +57,22 @@ def _finish(
         width: gl.constexpr = out_desc.block_shape[0 if problem.transposed else 1]
         rows: gl.constexpr = GROUP_ROWS
         for block in gl.static_range(R // rows):
-            for i in gl.static_range(_chunks(C, width)):
+            for i in gl.static_range(parts_of(C, width)):
                 x = columns_of_sums(acc, block * C + _first_column(i, C, width), width)
                 store_tile(
                     problem, x, x, others, out_desc, out_tiles, group, row0 + block * rows, column0,
                     _first_column(i, C, width), rows * C, not streamed, rows, width, buffers, bits,
                 )  # fmt: skip
     else:
-        _store_one(
-            problem, acc, others, out_desc, out_tiles, group, row0, column0, streamed, R, C,
-            buffers, bits,
+        if problem.gated:
+            gate, value = halves(acc, R, C, bits)
+        else:
+            gate = acc
+            value = acc
+        store_tile(
+            problem, gate, value, others, out_desc, out_tiles, group, row0, column0, 0, R * C,
+            not streamed, R, C // (2 if problem.gated else 1), buffers, bits,
         )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _power_below(columns):
-    """The largest power of two that is no more."""
-    return 1 << (columns.bit_length() - 1)
 
 
 @gluon.jit

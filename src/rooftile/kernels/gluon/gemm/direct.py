@@ -18,19 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from rooftile.kernels.gluon.gemm.codes import dequantised, fetch_codes
+from rooftile.kernels.gluon.gemm.codes import along, dequantised, fetch_codes, sums_layout
 from rooftile.kernels.gluon.gemm.epilogue import activate
 from rooftile.kernels.gluon.tile.dependent import await_kernels_before, let_dependents_start
 
 WIDTH = gl.constexpr(8)  # elements along k that a thread reads at a time
-
-
-@gluon.constexpr_function
-def _product_layout(warps_k):
-    """Of sums [warps along k, rows of the weight, rows of activations]."""
-    return gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[warps_k, 1, 1], instr_shape=[1, 16, 8]
-    )
 
 
 @gluon.constexpr_function
@@ -49,12 +41,9 @@ def _activations(
 
     Rows beyond the matrix repeat its last one; what becomes of them is not stored.
     """
-    warp = gl.arange(0, warps_k, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    step = gl.arange(0, tile_k, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    row = gl.arange(0, tile, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    row = gl.expand_dims(gl.expand_dims(row, 0), 1)
-    step = gl.expand_dims(gl.expand_dims(step, 0), 2)
-    warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
+    warp = along(warps_k, 0, layout)
+    step = along(tile_k, 1, layout)
+    row = along(tile, 2, layout)
     wide_row = gl.minimum(row0 + row, rows - 1).to(gl.int64)
     at = k0 + warp * tile_k + step
     bytes: gl.constexpr = unit * matrix.dtype.element_ty.itemsize
@@ -101,7 +90,7 @@ def direct_kernel(
     ahead: gl.constexpr,  # the first of them before the kernels before have ended
 ):
     """A CTA: one tile. Launched with warps_k warps."""
-    sums: gl.constexpr = _product_layout(warps_k)
+    sums: gl.constexpr = sums_layout(warps_k)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sums, k_width=WIDTH)
     y_layout: gl.constexpr = right if y_unit == WIDTH else _load_layout(warps_k, y_unit, tile_k)

@@ -88,7 +88,7 @@ def _store_broken_rows(
 
 
 @gluon.constexpr_function
-def _parts_of(size, part):
+def parts_of(size, part):
     return -(-size // part)
 
 
@@ -192,7 +192,7 @@ def store_tile(
             within + half, size, done, R, half, buffers, bits,
         )  # fmt: skip
     else:
-        chunks: gl.constexpr = _parts_of(size // (2 if problem.gated else 1), R * C)
+        chunks: gl.constexpr = parts_of(size // (2 if problem.gated else 1), R * C)
         _store_chunk(
             problem, x, value, out_desc, out_tiles, group, row0, column0, within, chunks, R, C,
             buffers, bits,

@@ -27,10 +27,7 @@ from rooftile.kernels.reference import gemm as reference
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import least_time, linear_work
-from rooftile.planning.stream_k_cost import (
-    LINE_BYTES,
-    row_alignment,
-)
+from rooftile.planning.stream_k_cost import LINE_BYTES, row_alignment
 from rooftile.planning.vendor_cost import MARGIN
 
 FP8 = torch.float8_e4m3fn

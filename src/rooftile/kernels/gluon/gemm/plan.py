@@ -12,12 +12,7 @@ from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, Tiling, data_parallel
 from rooftile.planning.stream_k_choice import FEW_ROWS, choose
-from rooftile.planning.stream_k_cost import (
-    WHOLE_LINES,
-    is_apart,
-    is_passing,
-    predict,
-)
+from rooftile.planning.stream_k_cost import WHOLE_LINES, is_apart, is_passing, predict
 
 _CONFIGS = {
     itemsize: {x.tiling(itemsize): x for x in CONFIGS + PAIRS + QUADS + SPLIT}

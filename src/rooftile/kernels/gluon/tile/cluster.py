@@ -141,9 +141,8 @@ class ClusterRing:
     """Stages with their barriers; see the module for its use."""
 
     a_tiles: gl.shared_memory_descriptor  # [stages, rows, block_k]
-    b_tiles: (
-        gl.shared_memory_descriptor
-    )  # [stages, columns, block_k], or [stages * pieces, 8, block_k]
+    # [stages, columns, block_k], or where columns are no power of two [stages * pieces, 8, block_k].
+    b_tiles: gl.shared_memory_descriptor
     barriers: gl.tensor  # their address, the first one of full stages
     tiles: gl.tensor  # address that Triton counts from
     stages: gl.constexpr

@@ -53,6 +53,23 @@ def first_fill():
     return Fill(gl.to_tensor(0), gl.to_tensor(0))
 
 
+@gluon.jit
+def start_empty(barrier, consumers: gl.constexpr, by_threads: gl.constexpr):
+    """Initialises the barrier of what `consumers`, of four warps each, give back by `arrive_empty`."""
+    mbarrier.init(barrier, count=consumers * 128 if by_threads else consumers)
+
+
+@gluon.jit
+def arrive_empty(barrier, by_threads: gl.constexpr):
+    """A consumer gives something back, thread by thread or as a warpgroup."""
+    if by_threads:
+        # The arrival of the copies that a thread has started, which are none. For an ordinary one a
+        # thread speaks for its warpgroup, and Triton has all of them meet before and after.
+        async_copy.mbarrier_arrive(barrier, increment_count=False)
+    else:
+        mbarrier.arrive(barrier, count=1)
+
+
 @record
 class Ring:
     """Stages of one tile shape with their barriers; see the module for its use."""
@@ -63,16 +80,14 @@ class Ring:
     stages: gl.constexpr
     rows: gl.constexpr
     columns: gl.constexpr
-    by_threads: gl.constexpr  # every thread releases stages for itself, see `release`
+    by_threads: gl.constexpr  # every thread releases stages for itself, see `arrive_empty`
 
     @gluon.jit
     def start(self, i: gl.constexpr, consumers: gl.constexpr):
         """Initialises the barriers of stage i, if there is one; consumers: of four warps."""
         if i < self.stages:
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(
-                self.empty.index(i), count=consumers * 128 if self.by_threads else consumers
-            )
+            start_empty(self.empty.index(i), consumers, self.by_threads)
 
     @gluon.jit
     def after(self, at):
@@ -127,13 +142,7 @@ class Ring:
     @gluon.jit
     def release(self, at):
         """Consumer: this fill will not be read again."""
-        empty = self.empty.index(at.stage)
-        if self.by_threads:
-            # The arrival of the copies that a thread has started, which are none. For an ordinary one a
-            # thread speaks for its warpgroup, and Triton has all of them meet before and after.
-            async_copy.mbarrier_arrive(empty, increment_count=False)
-        else:
-            mbarrier.arrive(empty, count=1)
+        arrive_empty(self.empty.index(at.stage), self.by_threads)
 
 
 @gluon.jit

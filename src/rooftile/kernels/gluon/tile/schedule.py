@@ -20,11 +20,10 @@ sorted longest first this keeps every SM busy to the end, whatever the tiles cos
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from rooftile.kernels.gluon.tile.record import record
-from rooftile.kernels.gluon.tile.ring import Fill
+from rooftile.kernels.gluon.tile.ring import Fill, arrive_empty, start_empty
 
 _SLOTS = gl.constexpr(4)
 
@@ -40,16 +39,14 @@ class TileQueue:
     first_drawn: gl.tensor
     fields: gl.constexpr
     dynamic: gl.constexpr
-    by_threads: gl.constexpr  # every thread releases a message for itself, see Ring
+    by_threads: gl.constexpr  # every thread releases a message for itself, see `arrive_empty`
 
     @gluon.jit
     def start(self, i: gl.constexpr, consumers: gl.constexpr):
         """Initialises the barriers of slot i, if there is one."""
         if i < _SLOTS:
             mbarrier.init(self.full.index(i), count=1)
-            mbarrier.init(
-                self.empty.index(i), count=consumers * 128 if self.by_threads else consumers
-            )
+            start_empty(self.empty.index(i), consumers, self.by_threads)
 
     @gluon.jit
     def after(self, at):
@@ -104,11 +101,7 @@ class TileQueue:
     @gluon.jit
     def release(self, at):
         """Consumer: a message has been read."""
-        empty = self.empty.index(at.stage)
-        if self.by_threads:
-            async_copy.mbarrier_arrive(empty, increment_count=False)
-        else:
-            mbarrier.arrive(empty, count=1)
+        arrive_empty(self.empty.index(at.stage), self.by_threads)
 
 
 @gluon.jit
