@@ -369,6 +369,26 @@ def test_pools_as_they_come() -> None:
     check(batch)
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.125])
+@pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+def test_a_bound_call_is_the_call(scale: float, sink: Tensor | None) -> None:
+    """For tensors of the same kind wherever they begin; `split_kv` is Triton's, so with a plan."""
+    first = Batch([(1, 70), (3, 130)], (4, 2), (64, 64), 16)
+    spec = first.spec(-1, 0)
+    options = (sink, -1, 0, 0.0, scale, None, None, False)
+    plans = first.planned(spec), spec.numbers
+    bound = KERNEL.bind(*first.arguments, *options, *plans)
+    for seed in range(3):
+        other = Batch(first.lengths, (4, 2), (64, 64), 16, seed=seed)
+        if seed == 2:  # where no tensor map can begin
+            other.q = torch.cat([other.q.new_empty(1), other.q.flatten()])[1:].view(other.q.shape)
+        with simulation(seed=seed):
+            got = bound(*other.arguments[:6], sink, None, None, plans[0])
+        with simulation(seed=seed):
+            wanted = KERNEL.paged_attention(*other.arguments, *options, *plans)
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
 def test_nothing_to_do() -> None:
     for batch in (
         Batch([], (4, 2), (64, 64), 16, padding=2),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rooftile.ops import paged
 from rooftile.ops.attention import attention, attention_varlen
 from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.linear import linear
 from rooftile.ops.modifiers import score_mod
 from rooftile.ops.operator import contents_checked
+from rooftile.ops.paged import paged_attention, plan_paged_attention
+from rooftile.types import PagedBatch
 
 
 def test_only_where_nobody_looks() -> None:
@@ -69,6 +73,55 @@ def test_what_is_wrong_stays_wrong_after_a_good_call() -> None:
     attention_varlen(q[0], k[0], v[0], good, good)
     with pytest.raises(ValueError, match="decreases"):
         attention_varlen(q[0], k[0], v[0], good, torch.tensor([5, 0]).flip(0).neg())
+
+
+def test_pages_of_a_known_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where contents are not looked at."""
+    monkeypatch.setattr(paged, "contents_checked", lambda tensor: False)
+    q, k_pages, v_pages = torch.randn(3, 4, 8), *torch.randn(2, 5, 2, 4, 8).unbind(0)
+    cu, lens = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([7, 9], dtype=torch.int32)
+    table = torch.tensor([[3, 1, 0], [4, 0, 2]], dtype=torch.int32)
+    batch = PagedBatch(cu, lens, table, 2, 9)
+    sink, scale = torch.randn(4), torch.rand(2) + 0.5
+    plan, of_cpu = (
+        plan_paged_attention(q, k_pages, v_pages, batch, kernel=kernel)
+        for kernel in ("reference", "cpu")
+    )
+    calls: list[dict[str, Any]] = [
+        {},
+        {"sink": sink},
+        {"softcap": 2.0},
+        {"window": (3, 0)},
+        {"softmax_scale": 0.2},
+        {"return_lse": True},
+        {"kernel": "reference"},
+        {"plan": plan},
+        {"plan": of_cpu},
+        {"k_scale": scale, "v_scale": scale},
+        {"k_scale": scale, "v_scale": 2 * scale, "sink": sink},
+    ]
+    for _ in range(2):
+        for options in calls:
+            given = k_pages, v_pages
+            if "k_scale" in options:
+                given = k_pages.to(torch.float8_e4m3fn), v_pages.to(torch.float8_e4m3fn)
+            found = []
+            for kinds in (paged._CHECKED, CheckedCalls()):
+                with monkeypatch.context() as patch:
+                    patch.setattr(paged, "_CHECKED", kinds)
+                    found.append(paged_attention(q, *given, batch, **options))
+            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        other = PagedBatch(cu, lens - 1, table.flip(1), 2, 9)
+        out, of_other = (paged_attention(q, k_pages, v_pages, x) for x in (batch, other))
+        assert not torch.equal(out, of_other)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="page_table has shape"):
+            paged_attention(q, k_pages, v_pages, PagedBatch(cu, lens, table[:1], 2, 9))
+        with pytest.raises(ValueError, match="batch is 5"):
+            paged_attention(q, k_pages, v_pages, 5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="plan is 'mine'"):
+            paged_attention(q, k_pages, v_pages, batch, plan="mine")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="kernel='cpu' but the plan is for 'reference'"):
+            paged_attention(q, k_pages, v_pages, batch, plan=plan, kernel="cpu")
 
 
 def test_contents_on_a_gpu_are_checked_where_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -473,6 +473,38 @@ def test_a_plan_serves_many_calls_and_no_others() -> None:
         paged_attention(*arguments, plan=made, kernel="reference")
 
 
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(max_q_len=FEW),
+        Shape(sink=True, options=(("window", (100, 0)), ("softmax_scale", -0.1))),
+        Shape(kv_dtype=FP8, heads=(32, 8), max_q_len=FEW),
+        Shape(page_size=1, heads=(4, 4), max_q_len=FEW),
+    ],
+    ids=str,
+)
+def test_calls_of_a_known_kind(shape: Shape, planned: bool) -> None:
+    """They go straight to a kernel, with tensors, lengths and addresses of their own."""
+    batches = [[(1, 300), (3, 77)], [(3, 5), (1, 260)], [(2, 0), (2, 301)]]
+    for seed, lengths in enumerate(batches):
+        case = make(shape, lengths, seed)
+        case.batch = dataclasses.replace(case.batch, max_q_len=3, max_kv_len=301)
+        if seed == 2:  # where no tensor map can begin
+            moved = torch.empty(case.q.numel() + 1, dtype=case.q.dtype, device="cuda")[1:]
+            case.q = moved.view(case.q.shape).copy_(case.q)
+        arguments = (case.q, case.k_pages, case.v_pages, case.batch)
+        of_plan = {
+            k: v for k, v in case.options.items() if k in ("window", "causal", "softcap", "sink")
+        }
+        plan = plan_paged_attention(*arguments, **of_plan) if planned else None
+        with torch.autocast("cuda"):  # which the dispatcher has to see
+            wanted = case.run("auto", plan=plan)
+        for _ in range(2):
+            got = case.run("auto", plan=plan)
+            assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("interleaved", [None, False, True])

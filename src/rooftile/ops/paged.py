@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from rooftile.kernels import Kernel
 from rooftile.ops.attention_call import AttentionCall, fake_attention
 from rooftile.ops.attention_check import Window, check_options
 from rooftile.ops.check import check_flags, refuse_gradient, require
+from rooftile.ops.eager import CheckedCalls, undispatched
 from rooftile.ops.operator import Operator, contents_checked
 from rooftile.ops.paged_check import (
     check_batch,
@@ -22,6 +25,8 @@ from rooftile.ops.paged_check import (
 from rooftile.ops.split_kv import SPLIT_KV
 from rooftile.planning.split_kv import MOST_SHARING, Layout, defined
 from rooftile.types import AttentionPlan, PagedBatch, SplitSpec
+
+_CHECKED = CheckedCalls()
 
 
 def paged_attention(
@@ -77,6 +82,14 @@ def paged_attention(
         NotImplementedError: inputs that require a gradient.
     """
     name = "paged_attention"
+    optional = (sink, k_scale, v_scale)
+    options = (causal, window, softcap, softmax_scale, batch_invariant, return_lse, kernel)
+    kind = _kind(q, k_pages, v_pages, batch, optional, plan, options)
+    if kind is not None:
+        run = _CHECKED.get(kind)
+        if run is not None:
+            out, lse = run(*_tensors(q, k_pages, v_pages, batch, optional, plan))
+            return (out, lse) if return_lse else out
     check_pages(name, q, "q", k_pages, v_pages)
     check_keys(name, q, k_pages)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -97,7 +110,67 @@ def paged_attention(
         *(q, k_pages, v_pages, batch, plan, sink, left, right, softcap, scale),
         *(k_scale, v_scale, batch_invariant, kernel),
     )
+    if kind is not None:
+        rest = (batch.max_q_len, batch.max_kv_len, left, right, softcap, scale, batch_invariant)
+        run = PAGED_ATTENTION.bind(
+            _tensors(q, k_pages, v_pages, batch, optional, plan),
+            (*rest, plan_arguments(plan)[1]),
+            kernel if plan is None else plan.kernel,
+            _join,
+        )
+        _CHECKED.add(kind, run)
     return (out, lse) if return_lse else out
+
+
+_Optional = tuple[Tensor | None, Tensor | None, Tensor | None]  # sink, k_scale, v_scale
+
+
+def _kind(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    optional: _Optional,
+    plan: AttentionPlan | None,
+    options: tuple[Any, ...],
+) -> Hashable | None:
+    """All that checks and the choice of a kernel look at; None where they have to look each time."""
+    if type(batch) is not PagedBatch or batch.prefix is not None:
+        return None
+    tensors = [q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table]
+    tensors += [x for x in optional if x is not None]
+    planned = None
+    if plan is not None:
+        if type(plan) is not AttentionPlan:
+            return None
+        tensors.append(plan.buffer)
+        planned = (plan.kernel, plan.split)
+    if not undispatched(*tensors) or contents_checked(q):
+        return None
+    return (
+        *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        *[x is None for x in optional],
+        *(batch.max_q_len, batch.max_kv_len, planned, options),
+    )
+
+
+def _tensors(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    optional: _Optional,
+    plan: AttentionPlan | None,
+) -> tuple[Tensor | None, ...]:
+    lengths = (batch.cu_seqlens_q, batch.kv_lens, batch.page_table)
+    follows = plan is not None and plan.split is not None
+    return (q, k_pages, v_pages, *lengths, *optional, plan.buffer if follows else None)  # type: ignore[union-attr]
+
+
+def _join(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operator's private arguments in order."""
+    sink, k_scale, v_scale, plan = tensors[6:]
+    return (*tensors[:6], *rest[:2], sink, *rest[2:6], k_scale, v_scale, rest[6], plan, rest[7])
 
 
 def run_planned(

@@ -19,6 +19,8 @@ the CTA whose part arrives last joins them in order.
 """
 
 from rooftile.kernels import Kernel
-from rooftile.kernels.gluon.paged.forward import paged_attention, split, supports
+from rooftile.kernels.gluon.paged.forward import bind, paged_attention, split, supports
 
-KERNELS = {"paged_attention": Kernel(paged_attention, supports, efficiency=0.9, split=split)}
+KERNELS = {
+    "paged_attention": Kernel(paged_attention, supports, efficiency=0.9, split=split, bind=bind)
+}

@@ -21,7 +21,7 @@ from rooftile.kernels.gluon.paged.config import (
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
-from rooftile.kernels.gluon.tile.rows import addressable
+from rooftile.kernels.gluon.tile.rows import addressable, is_addressable
 from rooftile.planning.split_cost import LEAST_SAVED
 from rooftile.planning.split_kv import Layout
 from rooftile.types import SplitSpec
@@ -69,18 +69,12 @@ def paged_attention(
         k_pages = k_pages.contiguous().clone()
     if page_pitch(v_pages) is None or v_pages.data_ptr() % 16:
         v_pages = v_pages.contiguous().clone()
-    num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
-    quantised = k_pages.dtype != q.dtype
-    shares = bool(split) and _spec_of(*split).groups > 0
-    rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if shares else 0)
-    config = config or config_of(*dims, rows, quantised, batch_invariant, batch * num_kv_heads)
+    config, split = _choices(
+        *(q, k_pages, v_pages, batch, tokens, max_q_len, max_kv_len, left, right),
+        *(batch_invariant, split, config),
+    )
     if plan is None:
-        from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
-
-        capacities = (batch, tokens, max_q_len, max_kv_len)
-        shapes = (num_heads, num_kv_heads, *dims, quantised, left, right, batch_invariant)
-        split = _spec(config, _ctas(q.device.type), *shapes, *capacities).numbers
-        plan = split_kv(cu_seqlens_q, kv_lens, split)
+        plan = _planned(cu_seqlens_q, kv_lens, split)
     options = (left, right, softcap, scale, sink is None, config, chunk_len, *split)
     kind = (
         *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
@@ -99,6 +93,101 @@ def paged_attention(
         *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table.to(torch.int32)),
         *(sink, k_scale, v_scale, plan),
     )
+
+
+def bind(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    batch_invariant: bool,
+    plan: Tensor | None,
+    split: list[int],
+    results: int = 2,
+) -> Callable[..., Result]:
+    """`paged_attention` as a function of its tensors alone, for those of the same kind."""
+
+    def in_general(
+        q: Tensor, k_pages: Tensor, v_pages: Tensor, cu_q: Tensor, kv_lens: Tensor, table: Tensor,
+        sink: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, plan: Tensor | None,
+    ) -> Result:  # fmt: skip
+        sink, k_scale, v_scale = (
+            x if x is None else x.contiguous() for x in (sink, k_scale, v_scale)
+        )
+        options: tuple[Any, ...] = (sink, left, right, softcap, scale, k_scale, v_scale)
+        return paged_attention(
+            *(q, k_pages, v_pages, cu_q.contiguous(), kv_lens.contiguous(), table),
+            *(max_q_len, max_kv_len),
+            *(*options, batch_invariant, plan, split),
+        )
+
+    vectors = (cu_seqlens_q, kv_lens, sink, k_scale, v_scale)
+    if (
+        0 in (q.shape[0], kv_lens.shape[0], k_pages.shape[0])
+        or scale <= 0
+        or not is_addressable(q)
+        or page_pitch(k_pages) is None
+        or page_pitch(v_pages) is None
+        or not all(x is None or x.is_contiguous() for x in vectors)
+    ):
+        return in_general
+    config, numbers = _choices(
+        *(q, k_pages, v_pages, kv_lens.shape[0], q.shape[0], max_q_len, max_kv_len, left, right),
+        *(batch_invariant, split, None),
+    )
+    spec = _spec_of(*numbers)
+    run = _kind_of_call(
+        *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config, 0)
+    )
+
+    def bound(
+        q: Tensor, k_pages: Tensor, v_pages: Tensor, cu_q: Tensor, kv_lens: Tensor, table: Tensor,
+        sink: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, plan: Tensor | None,
+    ) -> Result:  # fmt: skip
+        if (q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) & 15:
+            tensors = (q, k_pages, v_pages, cu_q, kv_lens, table, sink, k_scale, v_scale, plan)
+            return in_general(*tensors)
+        if plan is None:
+            plan = _planned(cu_q, kv_lens, numbers)
+        cu_q, table = cu_q.to(torch.int32), table.to(torch.int32)
+        return run(q, k_pages, v_pages, cu_q, table, sink, k_scale, v_scale, plan)
+
+    return bound
+
+
+def _choices(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: int, tokens: int, max_q_len: int, max_kv_len: int,
+    left: int, right: int, batch_invariant: bool, split: list[int], config: Config | None,
+) -> tuple[Config, list[int]]:  # fmt: skip
+    """Of a call: tile sizes, and how it is split where no plan says so."""
+    num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
+    quantised = k_pages.dtype != q.dtype
+    shares = bool(split) and _spec_of(*split).groups > 0
+    rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if shares else 0)
+    config = config or config_of(*dims, rows, quantised, batch_invariant, batch * num_kv_heads)
+    if split:
+        return config, split
+    capacities = (batch, tokens, max_q_len, max_kv_len)
+    shapes = (num_heads, num_kv_heads, *dims, quantised, left, right, batch_invariant)
+    return config, _spec(config, _ctas(q.device.type), *shapes, *capacities).numbers
+
+
+def _planned(cu_seqlens_q: Tensor, kv_lens: Tensor, split: list[int]) -> Tensor:
+    from rooftile.kernels.triton.split_kv import split_kv  # which only a GPU can run
+
+    plan: Tensor = split_kv(cu_seqlens_q, kv_lens, split)
+    return plan
 
 
 def _kind_of_call(
@@ -172,15 +261,20 @@ def _kind_of_call(
         dependent=True,
     )
     partial_rows = max(layout.partial_rows, 1)
+    # Allocating like a tensor of one element costs the host half of what `new_empty` does.
+    one = q.new_empty(1, dtype=torch.float32)
+    like_out, like_lse = (
+        one.to(q.dtype).expand(tokens, num_heads, v_dim),
+        one.expand(tokens, num_heads),
+    )
+    like_parts, like_part_lse = one.expand(partial_rows, v_dim), one.expand(partial_rows)
 
     def run(
         q: Tensor, k_pages: Tensor, v_pages: Tensor, cu_q: Tensor, table: Tensor,
         sink: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, plan: Tensor,
     ) -> Result:  # fmt: skip
-        out = q.new_empty((tokens, num_heads, v_dim))
-        lse = q.new_empty((tokens, num_heads), dtype=torch.float32)
-        parts = q.new_empty((partial_rows, v_dim), dtype=torch.float32)
-        part_lse = q.new_empty(partial_rows, dtype=torch.float32)
+        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        parts, part_lse = torch.empty_like(like_parts), torch.empty_like(like_part_lse)
         sinks = lse if sink is None else sink.float()
         scales = [lse if x is None else x.float() for x in (k_scale, v_scale)]
         attend(
