@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -13,26 +15,30 @@ if not triton.__version__.startswith("3.6."):
 
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from rooftile.kernels.gluon.gemm.codes_digits import scale_box  # noqa: E402
 from rooftile.kernels.gluon.gemm.codes_plan import RowPlan, plan_of_row  # noqa: E402
 from rooftile.kernels.gluon.gemm.codes_ring import codes_ring_kernel  # noqa: E402
 from tests.support.machine_code import MachineCode, compile_for_hopper  # noqa: E402
 
-LAYERS = [(6144, 4096), (4096, 14336), (4096, 4096), (4096, 1024), (1024, 3072)]
+LAYERS = [(4096, 4096), (1024, 2048), (28672, 4096), (4096, 14336), (6144, 1024), (1024, 3072)]
 
 
-def compiled(plan: RowPlan, k: int) -> MachineCode:
-    steps = -(-k // plan.step)
-    stages = min(plan.stages, steps)
-    box = [plan.blocks * plan.warps, 16, 16]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int32)
+def compiled(plan: RowPlan, n: int, k: int) -> MachineCode:
+    tiles, parts = plan.tiles(n), plan.parts(k)
+    words_box = [plan.blocks * plan.warps, plan.tile, 16]
+    words_layout = gl.NVMMASharedLayout.get_default_for(words_box, gl.int32)
+    width = scale_box(plan.warps, plan.blocks)[0]
+    scales_layout = gl.NVMMASharedLayout(4 * width, 32, 2)
     constants = {
-        **{"warps_k": plan.warps, "blocks": plan.blocks, "stages": stages, "ahead": True},
-        **{"even": k % plan.step == 0, "whole": steps <= stages, "activation": "none"},
+        **{"warps_k": plan.warps, "blocks": plan.blocks, "stages": plan.stages},
+        **{"tile": plan.tile, "tiles": tiles if parts > 1 else 0, "room": plan.room(n)},
+        **{"whole": parts * tiles <= plan.stages, "ahead": True, "activation": "none"},
         **{"has_bias": False, "has_residual": False},
     }
     types = dict.fromkeys(codes_ring_kernel.arg_names, "i32")
-    types |= dict.fromkeys(("row", "out", "bias", "residual", "scales"), "*bf16")
-    types["words_desc"] = f"tensordesc<i32{box},{layout!r}>"
+    types |= dict.fromkeys(("row", "out", "bias", "residual"), "*bf16")
+    types["words_desc"] = f"tensordesc<i32{words_box},{words_layout!r}>"
+    types["scales_desc"] = f"tensordesc<i32[{plan.tile}, {width}],{scales_layout!r}>"
     return compile_for_hopper(codes_ring_kernel, types, constants, num_warps=plan.warps)
 
 
@@ -41,20 +47,24 @@ def compiled(plan: RowPlan, k: int) -> MachineCode:
     [x if i < 2 else pytest.param(*x, marks=pytest.mark.slow) for i, x in enumerate(LAYERS)],
 )
 def test_a_word_costs_few_instructions(n: int, k: int) -> None:
-    """Four masks, three shifts, four subtractions and a product for eight codes, and no moves of
-    operands: 19 instructions with all that a step does besides."""
+    """Two masks make it an operand, half a product multiplies it, and with scales, sums and loads it
+    costs 7 instructions, 12 in tiles of 8 rows, of which half a product is of nothing."""
     plan = plan_of_row(n, k)
     assert plan is not None
-    code = compiled(plan, k)
+    code = compiled(plan, n, k)
     assert code.spills() == 0
-    words = plan.blocks * 8  # of a thread and step
     names = [x.name for x in code.instructions]
     # Codes are on their way before the kernels ahead are waited for.
     assert names.index("UTMALDG.3D") < names.index("ACQBULK")
-    loop = next((x for x in code.loops() if x.count("HMMA")), None)  # none where a step is all
-    body = code if loop is None else loop
-    assert body.count("HMMA") == words
-    assert body.count("HADD2") == 4 * words
-    assert body.count("HMUL2") == 0
-    if loop is not None:
-        assert len(loop.body) < 21 * words
+    parts = plan.parts(k) > 1
+    steps = plan.tiles(n) if parts else 1
+    words = plan.blocks * plan.tile // 2 * steps  # of a thread
+    body = next(x for x in code.loops() if x.count("IMMA"))
+    masks = [
+        x for x in body.body if x.name == "LOP3.LUT" and re.search("0xf0f0f0f|0x80808080", x.text)
+    ]
+    # Where k has parts, activations become operands in the loop too.
+    made = plan.blocks * (4 if parts else 0)
+    assert body.count("IMMA") == 4 * plan.blocks * steps + made
+    assert 2 * words <= len(masks) <= 2 * words + (plan.blocks * 4 + 4 if parts else 0)
+    assert len(body.body) < (12 if plan.tile == 8 else 9) * words + (250 if parts else 20)

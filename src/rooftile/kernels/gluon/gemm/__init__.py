@@ -22,7 +22,8 @@ CTA finishes is published first thing, and a finisher waits for CTAs of lower nu
 | few_rows.py, few_plan.py, few_forward.py | 5 to 64 rows: rings that fill under the kernel before |
 | direct.py, direct_plan.py, direct_forward.py | int4 weights, from memory to registers |
 | codes.py | int4 weights, dequantised in registers |
-| codes_row.py, codes_ring.py, codes_plan.py, codes_forward.py | one row and int4 weights, in a ring |
+| codes_digits.py | one row and int4 weights, multiplied in whole numbers |
+| codes_ring.py, codes_plan.py, codes_forward.py | one row and int4 weights, in a ring |
 | tile_plan.py | whole tiles whose loads the compiler pipelines (kernels/triton/gemm_tiles.py) |
 """
 

@@ -39,18 +39,23 @@ def sums_layout(warps_k):
     )
 
 
+@gluon.constexpr_function
+def sliced(rank, axis, layout):
+    """Of what is `layout` along one of `rank` axes."""
+    for d in reversed(range(rank)):
+        if d != axis:
+            layout = gl.SliceLayout(d, layout)
+    return layout
+
+
 @gluon.jit
-def along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """0 .. n - 1 along one of three axes."""
-    if axis == 0:
-        x = gl.arange(0, n, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 1), 2)
-    elif axis == 1:
-        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 0), 2)
-    else:
-        x = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-        return gl.expand_dims(gl.expand_dims(x, 0), 1)
+def along(n: gl.constexpr, axis: gl.constexpr, rank: gl.constexpr, layout: gl.constexpr):
+    """0 .. n - 1 along one of `rank` axes."""
+    x = gl.arange(0, n, sliced(rank, axis, layout))
+    for d in gl.static_range(rank):
+        if d != axis:
+            x = gl.expand_dims(x, d)
+    return x
 
 
 @gluon.constexpr_function
@@ -67,42 +72,10 @@ def _words_layout(tile, blocks, warps_k):
     )
 
 
-@gluon.jit
-def _axis(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """0 .. n - 1 along one of five axes."""
-    if axis == 0:
-        x = gl.arange(
-            0, n, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-        )
-        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3), 4)
-    elif axis == 1:
-        x = gl.arange(
-            0, n, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-        )
-        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3), 4)
-    elif axis == 2:
-        x = gl.arange(
-            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-        )
-        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 3), 4)
-    elif axis == 3:
-        x = gl.arange(
-            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
-        )
-        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2), 4)
-    else:
-        x = gl.arange(
-            0, n, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-        )
-        return gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2), 3)
-
-
 @gluon.constexpr_function
-def _dequantise(scaled):
-    """Eight bfloat16 numbers of a word ($8), times its scale ($9) if it has one."""
-    lines = [".reg .b32 word, pair, scale, middle;"]
-    if scaled:
-        lines.append("mov.b32 scale, {$9, $9};")
+def _dequantise():
+    """Eight bfloat16 numbers of a word ($8), times its scale ($9)."""
+    lines = [".reg .b32 word, pair, scale, middle;", "mov.b32 scale, {$9, $9};"]
     lines += ["mov.b32 middle, 0x43084308;", "mov.b32 word, $8;"]
     for p in range(4):
         if p:
@@ -110,7 +83,7 @@ def _dequantise(scaled):
         lines += [
             "lop3.b32 pair, word, 0x000f000f, 0x43004300, 0xea;",
             "sub.bf16x2 pair, pair, middle;",
-            *(["mul.bf16x2 pair, pair, scale;"] if scaled else []),
+            "mul.bf16x2 pair, pair, scale;",
             f"mov.b32 {{${2 * p}, ${2 * p + 1}}}, pair;",
         ]
     return "{" + " ".join(lines) + "}"
@@ -128,12 +101,12 @@ def fetch_codes(
     """
     blocks: gl.constexpr = tile_k // BLOCK
     L: gl.constexpr = _words_layout(tile, blocks, warps_k)
-    block = k0 // BLOCK + _axis(warps_k, 0, L) * blocks + _axis(blocks, 2, L)
-    row = gl.minimum(row0 + _axis(tile, 1, L), rows - 1).to(gl.int64)
-    within = _axis(4, 3, L) * 4 + _axis(4, 4, L)
+    block = k0 // BLOCK + along(warps_k, 0, 5, L) * blocks + along(blocks, 2, 5, L)
+    row = gl.minimum(row0 + along(tile, 1, 5, L), rows - 1).to(gl.int64)
+    within = along(4, 3, 5, L) * 4 + along(4, 4, 5, L)
     word_at = words + row * stride + block * WORDS + within
     word_at = gl.max_contiguous(gl.multiple_of(word_at, [1, 1, 1, 16, 16]), [1, 1, 1, 4, 4])
-    scale_at = scales + row * (stride // 4) + block * 4 + _axis(4, 4, L)
+    scale_at = scales + row * (stride // 4) + block * 4 + along(4, 4, 5, L)
     scale_at = gl.max_contiguous(gl.multiple_of(scale_at, [1, 1, 1, 1, 8]), [1, 1, 1, 1, 4])
     # Masks where none are needed, too: without them the compiler has fewer loads under way at a time
     # (6144 x 4096 9.6 microseconds instead of 7.7).
@@ -144,11 +117,10 @@ def fetch_codes(
 @gluon.jit
 def _eight(word, scale):
     """The values of words [..], by the bits of their places: [.., bit 2, bit 1, bit 0]."""
-    scaled: gl.constexpr = scale is not None
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        _dequantise(scaled),
-        "=h,=h,=h,=h,=h,=h,=h,=h,r" + (",h" if scaled else ""),
-        [word, scale] if scaled else [word],
+        _dequantise(),
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
+        [word, scale],
         dtype=(
             gl.bfloat16,
             gl.bfloat16,
@@ -174,24 +146,3 @@ def dequantised(word, scale, layout: gl.constexpr):
     values = values.permute(0, 1, 2, 4, 3, 5, 6, 7)
     values = values.reshape([word.shape[0], word.shape[1], word.shape[2] * BLOCK])
     return gl.convert_layout(values, layout, assert_trivial=True)
-
-
-@gluon.jit
-def codes_in_pairs(word, layout: gl.constexpr):
-    """The same as whole numbers, -8 to 7, in the layout of a left operand of k_width 2.
-
-    k is in the order in which a thread multiplies two neighbouring pairs of a word at a time, so that
-    the activations it read side by side are the operand: no register is moved.
-    """
-    values = _eight(word, None).permute(0, 1, 2, 4, 5, 6, 3, 7)  # [.., w, bit 2, bit 1, q, bit 0]
-    values = values.reshape([word.shape[0], word.shape[1], word.shape[2] * BLOCK])
-    return gl.convert_layout(values, layout, assert_trivial=True)
-
-
-@gluon.jit
-def in_pairs(x, layout: gl.constexpr):
-    """Activations [warps_k, tile_k, columns], eight along k a thread, in the order of `codes_in_pairs`."""
-    groups: gl.constexpr = x.shape[1] // GROUP
-    y = x.reshape([x.shape[0], groups, 4, 2, 2, 2, x.shape[2]])  # [.., q, bit 2, bit 1, bit 0, ..]
-    y = y.permute(0, 1, 3, 4, 2, 5, 6)
-    return gl.convert_layout(y.reshape(x.shape), layout, assert_trivial=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.gemm.codes_plan import BLOCK, BLOCK_WORDS, TILE, RowPlan
+from rooftile.kernels.gluon.gemm.codes_digits import scale_box
+from rooftile.kernels.gluon.gemm.codes_plan import BLOCK, BLOCK_WORDS, RowPlan
 from rooftile.kernels.gluon.gemm.codes_ring import codes_ring_kernel
 from rooftile.kernels.gluon.launch import Box, Launch
 from rooftile.kernels.weights_at_rest import are_weights_at_rest
@@ -34,9 +35,9 @@ def matmul(
     )
     pointers = (
         *(a, out, out if bias is None else bias.contiguous()),
-        *(out if residual is None else residual, scales),
+        out if residual is None else residual,
     )
-    launch((words,), pointers)
+    launch((words, scales.view(torch.int32)), pointers)
     return out
 
 
@@ -51,23 +52,32 @@ def _launch(
     at_rest: bool,
 ) -> Launch:
     n, k = sizes
-    steps = -(-k // plan.step)
-    stages = min(plan.stages, steps)
-    box = (plan.blocks * plan.warps, TILE, BLOCK_WORDS)
-    shared = gl.NVMMASharedLayout.get_default_for(list(box), gl.int32)
+    parts, tiles = plan.parts(k), plan.tiles(n)
+    stages = min(plan.stages, parts * tiles)
+    words_box = (plan.blocks * plan.warps, plan.tile, BLOCK_WORDS)
+    words_layout = gl.NVMMASharedLayout.get_default_for(list(words_box), gl.int32)
+    width, _ = scale_box(plan.warps, plan.blocks)
+    scales_layout = gl.NVMMASharedLayout(swizzle_byte_width=4 * width, element_bitwidth=32, rank=2)
     return Launch(
         codes_ring_kernel,
-        -(-n // TILE),
+        plan.ctas,
         device,
         dtypes,
-        (Box((-(-k // BLOCK), n, BLOCK_WORDS), (BLOCK_WORDS, stride, 1), box, shared),),
-        (stride // 4, n, k, steps),
+        (
+            Box(
+                (-(-k // BLOCK), n, BLOCK_WORDS), (BLOCK_WORDS, stride, 1), words_box, words_layout
+            ),
+            Box((n, stride // 8), (stride // 8, 1), (plan.tile, width), scales_layout),
+        ),
+        (n, k, -(-n // plan.tile), parts),
         (
             ("warps_k", plan.warps),
             ("blocks", plan.blocks),
             ("stages", stages),
-            ("even", k % plan.step == 0),
-            ("whole", steps <= stages),
+            ("tile", plan.tile),
+            ("tiles", tiles if parts > 1 else 0),
+            ("room", plan.room(n)),
+            ("whole", parts * tiles <= stages),
             ("ahead", at_rest),
             ("activation", activation),
             ("has_bias", dtypes[1] is not None),

@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftile.planning.hardware import H200
 
 BLOCK = 128  # along k, whose words lie together
 BLOCK_WORDS = 16
-TILE = 16  # rows of the weight
 
 
 @dataclass(frozen=True)
 class RowPlan:
     """Measurements: docs/performance.md.
 
-    warps: of a CTA, which share k; each takes `blocks` of 128 at a time. stages: of the ring.
+    warps: of a CTA, which share k; each takes `blocks` of 128 at a time. stages: of the ring. tile: rows
+    of the weight at a time, 8 or 16. ctas: each takes every so many-th tile.
     """
 
     warps: int
-    stages: int
     blocks: int
+    stages: int
+    tile: int
+    ctas: int
 
-    @property
-    def step(self) -> int:
-        """Of all warps, along k."""
-        return self.warps * self.blocks * BLOCK
+    def parts(self, k: int) -> int:
+        """Of k, which all warps take together."""
+        return -(-k // (self.warps * self.blocks * BLOCK))
+
+    def tiles(self, n: int) -> int:
+        """Of a CTA at most."""
+        return -(-n // (self.tile * self.ctas))
+
+    def room(self, n: int) -> int:
+        """Tiles that there is room for: a power of two."""
+        return 1 << (self.tiles(n) - 1).bit_length()
+
+
+_BESIDE = 96 * 1024  # bytes of a ring that leaves as much to the next kernel's
+_ALONE = 216 * 1024  # and of one that does not, with the sums of all tiles
+_MOST_STAGES = 8
+_MOST_HELD = 4  # tiles whose sums a CTA holds in registers while it goes through k
+_MOST_TILES = 64  # and in shared memory
 
 
 def plan_of_row(n: int, k: int) -> RowPlan | None:
-    """For a weight [n, k]; `None` where the kernel for more rows (direct.py) is as fast.
+    """For a weight [n, k]; `None` where the copy engine cannot address its scales.
 
-    What a product takes in a chain is the time from its activations to its end, so warps are as many as
-    run at a time, and steps as few as registers allow.
+    As many CTAs as multiprocessors, with work or without, since with fewer some multiprocessors get two
+    (6144 x 1024: 2.1 microseconds, 3.3 with 128 CTAs).
     """
-    tiles = -(-n // TILE)
-    if tiles > 6 * H200.units or (tiles > 2 * H200.units and k > 32 * BLOCK):
+    of_k = -(-k // BLOCK)
+    if of_k % 2:
         return None
-    if k <= 8 * BLOCK:  # one step
-        return RowPlan(8, 1, 1)
-    if tiles > 2 * H200.units:
-        return RowPlan(8, 4, 1)
-    if tiles <= H200.units and 16 * BLOCK < k <= 32 * BLOCK:  # one step
-        return RowPlan(16, 1, 2)
-    return RowPlan(8, 2, 2)
+    tile = 8 if n <= 8 * H200.units else 16
+    if of_k <= 8:
+        warps, blocks = 4, 2
+    elif of_k <= 16 or of_k > 32:
+        warps, blocks = 8, 2
+    else:
+        warps, blocks = 8, 4
+    plan = RowPlan(warps, blocks, 1, tile, H200.units)
+    parts, most = plan.parts(k), _MOST_HELD if plan.parts(k) > 1 else _MOST_TILES
+    plan = replace(plan, ctas=max(plan.ctas, -(-n // (tile * most))))
+    tiles = plan.tiles(n)
+    stage = warps * blocks * tile * (BLOCK_WORDS * 4 + 8)
+    shared = _BESIDE if tiles <= _MOST_HELD else _ALONE - plan.room(n) * warps * tile * 4
+    return replace(plan, stages=min(parts * tiles, shared // stage, _MOST_STAGES))

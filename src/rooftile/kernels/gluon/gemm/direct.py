@@ -41,9 +41,9 @@ def _activations(
 
     Rows beyond the matrix repeat its last one; what becomes of them is not stored.
     """
-    warp = along(warps_k, 0, layout)
-    step = along(tile_k, 1, layout)
-    row = along(tile, 2, layout)
+    warp = along(warps_k, 0, 3, layout)
+    step = along(tile_k, 1, 3, layout)
+    row = along(tile, 2, 3, layout)
     wide_row = gl.minimum(row0 + row, rows - 1).to(gl.int64)
     at = k0 + warp * tile_k + step
     bytes: gl.constexpr = unit * matrix.dtype.element_ty.itemsize

@@ -66,7 +66,8 @@ def matmul(
         assert scale_b is not None
         operands = (a, b.T, scale_b, bias, residual, activation, out_dtype)
         # One row is multiplied before weights are rounded, so its bits are not those among others.
-        alone = m == 1 and row_unit(a) == UNIT and b.data_ptr() % _TMA_BYTES == 0
+        addressed = b.data_ptr() % _TMA_BYTES == scale_b.data_ptr() % _TMA_BYTES == 0
+        alone = m == 1 and row_unit(a) == UNIT and addressed
         row_plan = plan_of_row(n, k) if alone and not batch_invariant else None
         if row_plan is not None:
             return codes_forward.matmul(*operands, row_plan)
