@@ -19,7 +19,7 @@ from rooftile.kernels.gluon.attention.config import ANCHORED  # noqa: E402
 from rooftile.kernels.gluon.attention.config import CONFIGS as PLAIN  # noqa: E402
 from rooftile.kernels.gluon.differential import config, kernel  # noqa: E402
 from rooftile.kernels.gluon.dual_chunk import kernel as dual_chunk  # noqa: E402
-from rooftile.kernels.gluon.paged.config import LARGE, SMALL  # noqa: E402
+from rooftile.kernels.gluon.paged.config import LARGE, SHORT, SMALL  # noqa: E402
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
 from tests.kernels.test_gluon_paged_machine_code import POINTERS  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
@@ -94,7 +94,7 @@ def test_dual_chunks(sizes: Any) -> None:
     assert spilled == []
 
 
-@pytest.mark.parametrize("sizes", [*SMALL[128], LARGE[128]], ids=str)
+@pytest.mark.parametrize("sizes", [*SMALL[128], LARGE[128], SHORT[LARGE[128]]], ids=str)
 def test_dual_chunks_over_pages(sizes: Any) -> None:
     """A tile of keys costs what it costs plain attention."""
     sizes = replace(sizes, anchored=False)  # as dual chunks run

@@ -198,14 +198,17 @@ def test_few_rows(
     dim=st.sampled_from([64, 128, 256]),
     page_size=st.sampled_from([16, 64, 128]),
     window=st.sampled_from(WINDOWS),
+    few_keys=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_prefill_and_decode_together(
     lengths: Lengths, heads: tuple[int, int], dim: int, page_size: int,
-    window: tuple[int, int], seed: int,
+    window: tuple[int, int], few_keys: bool, seed: int,
 ) -> None:  # fmt: skip
     batch = Batch([(100, 130), *lengths], heads, (dim, dim), page_size, left=window[0], seed=seed)
-    check(batch, None, *window, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KERNEL, "has_few_keys", lambda *_: few_keys)
+        check(batch, None, *window, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -230,6 +233,27 @@ def test_more_shares_than_ctas_are_drawn(loaders: int, seed: int) -> None:
         check(batch, seed=seed, config=config, num_ctas=11)
 
 
+@pytest.mark.parametrize(
+    "lengths", [[(1, 700), (2, 90), (0, 5)], [(200, 260), (1, 90), (150, 150)]]
+)
+def test_an_lse_that_nobody_reads_is_not_written(lengths: Lengths) -> None:
+    batch = Batch(lengths, (4, 2), (128, 128), 16, padding=2)
+    spec = batch.spec(-1, 0)
+    options = (None, -1, 0, 0.0, 0.125, None, None, False, batch.planned(spec), spec.numbers)
+    torch.use_deterministic_algorithms(True)  # memory is NaN before it is written
+    try:
+        with simulation():
+            read, unread = (
+                KERNEL.paged_attention(*batch.arguments, *options, with_lse=with_lse)
+                for with_lse in (True, False)
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(read[0], unread[0])
+    assert not bool(read[1].isnan().any())
+    assert bool(unread[1].isnan().all())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_can_be_followed_again(seed: int) -> None:
     """Whoever draws last leaves the counters of the plan as they were."""
@@ -246,11 +270,16 @@ def test_a_plan_can_be_followed_again(seed: int) -> None:
 
 @pytest.mark.parametrize("left", [-1, 150])
 @pytest.mark.parametrize("heads", [(4, 1), (5, 1)])
-@pytest.mark.parametrize(("dim", "page_size"), [(128, 16), (128, 128), (64, 32)])
+@pytest.mark.parametrize(
+    ("dim", "page_size", "few_keys"),
+    [(128, 16, False), (128, 128, False), (64, 32, True), (128, 16, True), (128, 64, True)],
+)
 def test_scores_that_rise_far_above_those_of_the_last_keys(
-    dim: int, page_size: int, heads: tuple[int, int], left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KERNEL, "anchored_from", lambda dim, right: 1)
+    dim: int, page_size: int, few_keys: bool, heads: tuple[int, int], left: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(KERNEL, "anchored_from", lambda config, right: 1)
+    monkeypatch.setattr(KERNEL, "has_few_keys", lambda *_: few_keys)
     lengths = [(90, 300), (40, 400), (1, 260)]
     batch = Batch(lengths, heads, (dim, dim), page_size, left=left)
     for request, (_, kv_len) in enumerate(lengths):
@@ -264,11 +293,15 @@ def test_scores_that_rise_far_above_those_of_the_last_keys(
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("dim", "page_size"), [(128, 64), (128, 16), (64, 64)])
+@pytest.mark.parametrize(
+    ("dim", "page_size", "few_keys"),
+    [(128, 64, False), (128, 16, False), (64, 64, False), (128, 64, True), (128, 16, True)],
+)
 def test_an_anchored_maximum(
-    dim: int, page_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, page_size: int, few_keys: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KERNEL, "anchored_from", lambda dim, right: 1)
+    monkeypatch.setattr(KERNEL, "anchored_from", lambda config, right: 1)
+    monkeypatch.setattr(KERNEL, "has_few_keys", lambda *_: few_keys)
     lengths = [(100, 130), (1, 300), (300, 370), (30, 20)]
     for left, right in ((-1, 0), (-1, -1), (70, 0), (40, 30)):
         batch = Batch(lengths, (4, 1), (dim, dim), page_size, left=left, seed=seed)

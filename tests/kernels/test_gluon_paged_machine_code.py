@@ -19,6 +19,7 @@ from rooftile.kernels.gluon.paged.config import (  # noqa: E402
     LARGE,
     LONG,
     QUANTISED,
+    SHORT,
     SMALL,
     SMALL_PAGE_Q_LEN,
     Config,
@@ -90,6 +91,14 @@ def test_prefill(page_size: int) -> None:
     assert max(loop.overlapped_exponentials() for loop in code.product_loops()) >= 64
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_prefill_of_few_keys(page_size: int) -> None:
+    config = SHORT[LARGE[128]]
+    code = compiled(config, page_size, PLAIN)
+    check(code, config, OUTSIDE_LOOPS)
+    assert max(loop.overlapped_exponentials() for loop in code.product_loops()) >= 32
+
+
 def test_prefill_at_head_dim_64() -> None:
     """Four warpgroups on an SM overlap each other: two CTAs must fit, and loops spill next to nothing."""
     code = compiled(LARGE[64], 64, PLAIN)
@@ -111,6 +120,9 @@ def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
         for page_size in (16, 64):
             config = of_pages(LARGE[dim], page_size, SMALL_PAGE_Q_LEN)
             check(compiled(config, page_size, features), config, OUTSIDE_LOOPS + spills)
+            if LARGE[dim] in SHORT:
+                config = SHORT[LARGE[dim]]
+                check(compiled(config, page_size, features), config, OUTSIDE_LOOPS + spills)
     for config in QUANTISED.get(dim, ())[:2]:
         check(compiled(config, 16, features, quantised=True), config, spills)
 

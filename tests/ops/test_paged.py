@@ -311,7 +311,7 @@ def test_opcheck_and_compile() -> None:
     b = paged.batch
     arguments = (paged.q, paged.k_pages.nan_to_num(), paged.v_pages.nan_to_num())
     lengths = (b.cu_seqlens_q, b.kv_lens, b.page_table, 3, 9)
-    unplanned = (None, None, False, None, [])
+    unplanned = (None, None, False, None, [], True)
     opcheck(PAGED_ATTENTION, *arguments, *lengths, None, -1, 0, 0.0, 0.3, *unplanned)
     opcheck(PAGED_ATTENTION, *arguments, *lengths, torch.zeros(4), 2, 0, 5.0, 0.3, *unplanned)
     k, slots = torch.randn(3, 2, 8), torch.tensor([5, -1, 0])

@@ -184,7 +184,7 @@ class AttentionLayer:
         out, _ = PAGED_ATTENTION.handle(
             *(q, kv.k_pages, kv.v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
             *(batch.max_q_len, batch.max_kv_len, None, self.left_window, 0, self.softcap),
-            *(self.softmax_scale, None, None, False, *plan_arguments(kv.plan)),
+            *(self.softmax_scale, None, None, False, *plan_arguments(kv.plan), False),
             "auto" if kv.plan is None else kv.plan.kernel,
         )
         return out

@@ -108,13 +108,13 @@ def paged_attention(
         _check_plan(name, plan, call, batch, q.shape[0], kernel)
     out, lse = run_planned(
         *(q, k_pages, v_pages, batch, plan, sink, left, right, softcap, scale),
-        *(k_scale, v_scale, batch_invariant, kernel),
+        *(k_scale, v_scale, batch_invariant, kernel, bool(return_lse)),
     )
     if kind is not None:
         rest = (batch.max_q_len, batch.max_kv_len, left, right, softcap, scale, batch_invariant)
         run = PAGED_ATTENTION.bind(
             _tensors(q, k_pages, v_pages, batch, optional, plan),
-            (*rest, plan_arguments(plan)[1]),
+            (*rest, plan_arguments(plan)[1], bool(return_lse)),
             kernel if plan is None else plan.kernel,
             _join,
         )
@@ -170,7 +170,7 @@ def _tensors(
 def _join(tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Any, ...]:
     """The operator's private arguments in order."""
     sink, k_scale, v_scale, plan = tensors[6:]
-    return (*tensors[:6], *rest[:2], sink, *rest[2:6], k_scale, v_scale, rest[6], plan, rest[7])
+    return (*tensors[:6], *rest[:2], sink, *rest[2:6], k_scale, v_scale, rest[6], plan, *rest[7:])
 
 
 def run_planned(
@@ -188,13 +188,14 @@ def run_planned(
     v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     kernel: str = "auto",
+    with_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` without checks: out and lse."""
+    """`paged_attention` without checks: out and lse, which a kernel may leave unwritten without `with_lse`."""
 
     results: tuple[Tensor, Tensor] = PAGED_ATTENTION.handle(
         *(q, k_pages, v_pages, batch.cu_seqlens_q, batch.kv_lens, batch.page_table),
         *(batch.max_q_len, batch.max_kv_len, sink, left, right, softcap, scale),
-        *(k_scale, v_scale, batch_invariant, *plan_arguments(plan)),
+        *(k_scale, v_scale, batch_invariant, *plan_arguments(plan), with_lse),
         kernel if plan is None else plan.kernel,
     )
     return results
@@ -382,7 +383,7 @@ PAGED_ATTENTION = Operator(
     "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor cu_seqlens_q, Tensor kv_lens,"
     " Tensor page_table, SymInt max_q_len, SymInt max_kv_len, Tensor? sink,"
     " int left, int right, float softcap, float scale, Tensor? k_scale, Tensor? v_scale,"
-    " bool batch_invariant, Tensor? plan, SymInt[] split) -> (Tensor, Tensor)",
+    " bool batch_invariant, Tensor? plan, SymInt[] split, bool with_lse) -> (Tensor, Tensor)",
     module="paged",
     families=("gluon", "triton", "cpu", "torch", "reference"),
     call=lambda q, k_pages, v_pages, *rest: paged_call(

@@ -33,6 +33,7 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,  # whether anybody reads it
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     q, k_pages, v_pages = (_dense(x) for x in (q, k_pages, v_pages))
     cu_seqlens_q, kv_lens = cu_seqlens_q.int().contiguous(), kv_lens.int().contiguous()

@@ -30,6 +30,7 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,  # whether anybody reads it
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     out, lse = nothing_seen(q, v_pages.shape[-1])
     page_size = k_pages.shape[2]

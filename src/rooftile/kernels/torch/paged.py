@@ -44,6 +44,7 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,  # whether anybody reads it
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, dim], [tokens, num_q_heads]
     page_size = k_pages.shape[2]
     ends, lengths = cu_seqlens_q.tolist(), kv_lens.tolist()

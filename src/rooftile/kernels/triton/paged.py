@@ -523,6 +523,7 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,  # whether anybody reads it
     tree: Tensor | None = None,  # [tokens] int64, see ops.tree
 ) -> tuple[Tensor, Tensor]:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
     tokens, num_heads, k_dim = q.shape

@@ -126,7 +126,43 @@ def _again(
 
 
 @gluon.jit
-def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.constexpr):
+def _message(queue, slot):
+    """What a warpgroup has to know of an item before it begins."""
+    return (
+        queue.field(slot, MORE),
+        queue.field(slot, TILES),
+        queue.field(slot, LAST),
+        queue.field(slot, FIRST_ROW),
+        queue.field(slot, END_ROW),
+        queue.field(slot, QUERIES),
+        queue.field(slot, KEYS),
+    )
+
+
+@gluon.jit
+def _any_too_large(said, total, group: gl.constexpr):
+    """Whether a sum [64] of a warpgroup's rows is too large, or NaN: infinity that a later rescaling multiplied
+    with 0. Each warp says what it thinks of its rows, and all read it behind one barrier, where a
+    reduction takes three."""
+    warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
+    bad = gl.where(total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
+    said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int32))
+    gl.thread_barrier()
+    return gl.max(said.slice(4 * group, 4, 0).load(warps), 0) > 0
+
+
+@gluon.jit
+def attend_items(
+    work,
+    queue,
+    o_desc,
+    q_ring,
+    k_ring,
+    v_ring,
+    outs,
+    said,  # [8] int32: whether a warp has rows that are to be computed again
+    group: gl.constexpr,
+):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
     block: gl.constexpr = work.block
     k_dim: gl.constexpr = k_ring.columns
@@ -148,15 +184,10 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
     slot = first_fill()
     turn = first_fill()
     queue.arrived(slot)
-    more = queue.field(slot, MORE)
+    more, tiles, last, item_row, end_row, q_len, kv_len = _message(queue, slot)
     while more > 0:
-        tiles = queue.field(slot, TILES)
-        last = queue.field(slot, LAST)
-        end_row = queue.field(slot, END_ROW)
-        q_len = queue.field(slot, QUERIES)
-        kv_len = queue.field(slot, KEYS)
         offset = kv_len - q_len
-        first_row = queue.field(slot, FIRST_ROW) + group * GROUP_ROWS
+        first_row = item_row + group * GROUP_ROWS
         rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
         q_fill = work.q_fill(turn, group)
         if work.packed > 0:
@@ -183,6 +214,10 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 v_fill = v_ring.after(v_fill)
             if gives_early:
                 q_ring.release(q_fill)
+            following = queue.after(slot)
+            if work.reads_ahead:
+                queue.arrived(following)
+                more, tiles, last, item_row, end_row, q_len, kv_len = _message(queue, following)
         else:
             q = q_ring.tile(q_fill)
             if work.packed == 0:
@@ -210,7 +245,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                     o, softmax, fill = attend_in_order(
                         work, q, k_ring, v_ring, fill, tiles, last, softmax, positions, columns,
                         low, high, offset, kv_len, first_row, None, 0, 0, anchor, dtype, S, O,
-                        False, o,
+                        False, o, True,
                     )  # fmt: skip
                 else:
                     first_tile = last + 1 - tiles
@@ -228,7 +263,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                         o, softmax, fill = attend_in_order(
                             work, q, k_ring, v_ring, fill, last + 1 - run_begin, last, softmax,
                             positions, columns, low, high, offset, kv_len, first_row, None, 0, 0,
-                            anchor, dtype, S, O, False, o,
+                            anchor, dtype, S, O, False, o, True,
                         )  # fmt: skip
                         last = run_begin - 1
                 softmax = softmax.joined(rows_of(S))
@@ -236,7 +271,7 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
                 if work.anchored:  # noqa: SIM102, known at compile time
-                    if gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0:
+                    if _any_too_large(said, softmax.total, group):
                         o, inverse, lse = _again(
                             work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )
@@ -309,16 +344,21 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                     v_fill = v_ring.after(v_fill)
                 v_ring.arrived(v_fill)
                 o = multiply(weights, v_ring.tile(v_fill), o)
-                # Under the last product: what the sums of weights say. A wait for the message, which has
-                # long arrived, ends the basic block: ptxas would hold the product back for it.
-                queue.arrived(slot)
+                # Under the last product: what the sums of weights say, and what the next item is. A wait for
+                # a message, which has long arrived, ends the basic block: ptxas would hold the product back.
+                following = queue.after(slot)
+                if work.reads_ahead:
+                    queue.arrived(following)
+                    more, tiles, last, item_row, end_row, q_len, kv_len = _message(queue, following)
+                else:
+                    queue.arrived(slot)
                 too_large = False
                 if work.anchored:
                     # Also where it is NaN: infinity that a later rescaling multiplied with 0.
                     too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
                 if gives_early:
                     # The next item's may come. A second pass needs these; it comes to its end without.
-                    q_ring.release(q_fill, pred=not too_large)
+                    q_ring.release_where(q_fill, not too_large)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
                 o, weights, inverse, lse = wait(0, deps=[o, weights, inverse, lse])
@@ -334,15 +374,19 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
             else:
                 if gives_early:
                     q_ring.release(q_fill)
+                following = queue.after(slot)
+                if work.reads_ahead:
+                    queue.arrived(following)
+                    more, tiles, last, item_row, end_row, q_len, kv_len = _message(queue, following)
                 o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
             o = o * gl.expand_dims(inverse, 1)
             # What the item is, from its message once more, for the same reason.
-            item_row = queue.field(slot, FIRST_ROW)
-            first_row = item_row + group * GROUP_ROWS
+            tile_row = queue.field(slot, FIRST_ROW)
+            first_row = tile_row + group * GROUP_ROWS
             rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
-            end_row = queue.field(slot, END_ROW)
+            stop_row = queue.field(slot, END_ROW)
             part = queue.field(slot, SLOT)
             token = queue.field(slot, TOKEN)
             kv_head = queue.field(slot, HEAD)
@@ -358,16 +402,16 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                     kv_head * work.packed, token, queue.field(slot, QUERIES), token0
                 )
                 outs.put(place, o_desc, corner)
-                store_lse(work, lse, rows, end_row, token, kv_head)
+                store_lse(work, lse, rows, stop_row, token, kv_head)
             else:
-                store_rows(work, o, lse, item_row, rows, end_row, part, token, kv_head, O)
+                store_rows(work, o, lse, tile_row, rows, stop_row, part, token, kv_head, O)
                 merge = queue.field(slot, JOINED_BY)
                 if merge >= 0:
                     words = work.plan + work.merges_at + merge * MERGE_WORDS
                     parts = gl.load(words + PARTS)
                     if arrive_last(work, merge, parts, group):
                         first = gl.load(words + FIRST_PART) + group * GROUP_ROWS
-                        ends = gl.minimum(end_row, first_row + GROUP_ROWS)
+                        ends = gl.minimum(stop_row, first_row + GROUP_ROWS)
                         join_parts(
                             work, first, parts, first_row, ends, token, kv_head, GROUP_ROWS, v_dim
                         )
@@ -378,7 +422,8 @@ def attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group: gl.co
                 q_ring.release(q_fill)
         queue.release(slot)
         slot = queue.after(slot)
-        queue.arrived(slot)
-        more = queue.field(slot, MORE)
+        if not work.reads_ahead:
+            queue.arrived(slot)
+            more, tiles, last, item_row, end_row, q_len, kv_len = _message(queue, slot)
     if work.packed > 0:
         tma_store_wait(0)

@@ -17,6 +17,7 @@ from rooftile.kernels.gluon.paged.config import (
     Config,
     anchored_from,
     config_of,
+    has_few_keys,
     of_pages,
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
@@ -52,10 +53,12 @@ def paged_attention(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,
     config: Config | None = None,
     chunk_len: int = 0,
 ) -> Result:  # [tokens, num_q_heads, v_dim], [tokens, num_q_heads]
-    """chunk_len: of dual chunk attention, whole KV tiles. Then q has the three rotations of all tokens
+    """with_lse: whether anybody reads the lse; otherwise it may be left unwritten.
+    chunk_len: of dual chunk attention, whole KV tiles. Then q has the three rotations of all tokens
     one after the other, [3 * tokens, ...], and a request's queries lie in the chunk of its last key.
     """
     batch = kv_lens.shape[0]
@@ -75,7 +78,7 @@ def paged_attention(
     )
     if plan is None:
         plan = _planned(cu_seqlens_q, kv_lens, split)
-    options = (left, right, softcap, scale, sink is None, config, chunk_len, *split)
+    options = (left, right, softcap, scale, sink is None, config, chunk_len, with_lse, *split)
     kind = (
         *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
         *(k_pages.dtype, v_pages.shape, v_pages.stride(), page_table.stride(0), options),
@@ -84,10 +87,9 @@ def paged_attention(
     if run is None:
         if len(_runs) >= _MOST_KINDS:
             _runs.clear()
-        spec = _spec_of(*split)
         run = _runs[kind] = _kind_of_call(
-            *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config),
-            chunk_len,
+            *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
+            *(_spec_of(*split), config, chunk_len, with_lse),
         )
     return run(
         *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table.to(torch.int32)),
@@ -114,6 +116,7 @@ def bind(
     batch_invariant: bool,
     plan: Tensor | None,
     split: list[int],
+    with_lse: bool = True,
     results: int = 2,
 ) -> Callable[..., Result]:
     """`paged_attention` as a function of its tensors alone, for those of the same kind."""
@@ -129,7 +132,7 @@ def bind(
         return paged_attention(
             *(q, k_pages, v_pages, cu_q.contiguous(), kv_lens.contiguous(), table),
             *(max_q_len, max_kv_len),
-            *(*options, batch_invariant, plan, split),
+            *(*options, batch_invariant, plan, split, with_lse),
         )
 
     vectors = (cu_seqlens_q, kv_lens, sink, k_scale, v_scale)
@@ -146,9 +149,9 @@ def bind(
         *(q, k_pages, v_pages, kv_lens.shape[0], q.shape[0], max_q_len, max_kv_len, left, right),
         *(batch_invariant, split, None),
     )
-    spec = _spec_of(*numbers)
     run = _kind_of_call(
-        *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale, spec, config, 0)
+        *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
+        *(_spec_of(*numbers), config, 0, with_lse),
     )
 
     def bound(
@@ -173,9 +176,13 @@ def _choices(
     """Of a call: tile sizes, and how it is split where no plan says so."""
     num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
     quantised = k_pages.dtype != q.dtype
-    shares = bool(split) and _spec_of(*split).groups > 0
-    rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if shares else 0)
-    config = config or config_of(*dims, rows, quantised, batch_invariant, batch * num_kv_heads)
+    spec = _spec_of(*split) if split else None
+    rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if spec and spec.groups else 0)
+    longest = (spec.max_q_len, spec.max_kv_len) if spec else (max_q_len, max_kv_len)
+    config = config or config_of(
+        *(*dims, rows, quantised, batch_invariant, batch * num_kv_heads),
+        has_few_keys(q.dtype, *longest),
+    )
     if split:
         return config, split
     capacities = (batch, tokens, max_q_len, max_kv_len)
@@ -203,6 +210,7 @@ def _kind_of_call(
     spec: SplitSpec,
     config: Config,
     chunk_len: int,
+    with_lse: bool,
 ) -> Callable[..., Result]:
     """Everything that does not depend on where tensors lie, once for each kind of call."""
     rotations = 3 if chunk_len else 1
@@ -210,12 +218,13 @@ def _kind_of_call(
     num_kv_heads, page_size, v_dim = k_pages.shape[1], k_pages.shape[2], v_pages.shape[3]
     group_size = num_heads // num_kv_heads
     layout = Layout(spec)
+    with_lse = with_lse or spec.groups > 0  # who joins shared prefixes writes it
     device = q.device
     quantised = k_pages.dtype != q.dtype
     block = config.block
     if not chunk_len:  # whose rotations of queries come one after the other
         config = of_pages(config, page_size, spec.max_q_len)
-    if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(config.dim, right):
+    if q.dtype != torch.bfloat16 or chunk_len or spec.max_q_len < anchored_from(config, right):
         config = replace(config, anchored=False)
     # Packed rows are boxes where a group is a power of two; else they are gathered, and the boxes
     # only say what a tile of Q consists of.
@@ -242,6 +251,7 @@ def _kind_of_call(
             scale / softcap if softcap else scale * _LOG2_E,
             softcap * _LOG2_E,
             chunk_len // block,
+            int(with_lse),
         ),
         constants(
             *(
@@ -313,7 +323,8 @@ def split(
     quantised = call.kv_dtype is not None
     rows = _most_rows(call.num_q_heads // call.num_kv_heads, max_q_len, tokens if groups else 0)
     config = config or config_of(
-        *(call.k_dim, call.v_dim, rows, quantised, call.batch_invariant, batch * call.num_kv_heads)
+        *(call.k_dim, call.v_dim, rows, quantised, call.batch_invariant, batch * call.num_kv_heads),
+        has_few_keys(call.dtype, max_q_len, max_kv_len),
     )
     spec = _spec(
         *(config, _ctas(call.device), call.num_q_heads, call.num_kv_heads, call.k_dim, call.v_dim),

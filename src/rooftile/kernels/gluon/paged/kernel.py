@@ -56,6 +56,7 @@ _UNSPECIALISED = [
     "left",
     "right",
     "chunk",
+    "with_lse",
 ]
 
 
@@ -102,6 +103,7 @@ def paged_kernel(
     factor,
     softcap,
     chunk,
+    with_lse,  # 0: nobody reads it
     k_dim: gl.constexpr,
     v_dim: gl.constexpr,
     few: gl.constexpr,
@@ -128,6 +130,9 @@ def paged_kernel(
     rotations: gl.constexpr,
     drawn: gl.constexpr,
     loaders: gl.constexpr,
+    by_threads: gl.constexpr,
+    in_turns: gl.constexpr,
+    reads_ahead: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     # Of queries, keys, values and the output; a descriptor is a map and two numbers a dimension.
@@ -170,6 +175,7 @@ def paged_kernel(
         factor,
         softcap,
         chunk,
+        with_lse,
         (few if few > 0 else GROUP_ROWS) * groups,
         page_size,
         packed,
@@ -185,20 +191,21 @@ def paged_kernel(
         rotations,
         groups,
         block,
-        groups if overlapped else 1,
+        groups if overlapped and in_turns else 1,
         lazy,
         anchored,
         0,
         overlapped,
         sums_in_parts,
+        reads_ahead,
         k_dim,
         v_dim,
         Inlined(None, None, (), (), False),
         drawn,
         loaders,
     )
-    k_ring = new_page_ring(k_desc, block, k_dim, k_stages, groups)
-    v_ring = new_page_ring(v_desc, block, v_dim, v_stages, groups)
+    k_ring = new_page_ring(k_desc, block, k_dim, k_stages, groups, by_threads)
+    v_ring = new_page_ring(v_desc, block, v_dim, v_stages, groups, by_threads)
     queue = new_queue(plan, FIELDS, groups + loaders - 1, False)
     fence_async_shared()
     await_kernels_before()  # before the other roles begin
@@ -259,12 +266,13 @@ def paged_kernel(
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
         outs = allocate_page_ring(o_desc, GROUP_ROWS, v_dim, groups) if own_output else q_ring
+        said = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         if groups == 1 and loaders == 1:
             gl.warp_specialize(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
@@ -276,7 +284,7 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(0)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                     (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
@@ -289,11 +297,11 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(0)),
                     ),
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(1)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(1)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                 ],
@@ -305,11 +313,11 @@ def paged_kernel(
                 [
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(0)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(0)),
                     ),
                     (
                         attend_items,
-                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, gl.constexpr(1)),
+                        (work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.constexpr(1)),
                     ),
                     (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
                     (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
@@ -360,4 +368,7 @@ def constants(
         ("rotations", rotations),
         ("drawn", config.drawn),
         ("loaders", config.loaders),
+        ("by_threads", config.by_threads),
+        ("in_turns", config.in_turns),
+        ("reads_ahead", config.reads_ahead),
     )

@@ -18,11 +18,12 @@ def loading_layout(columns):
 
 @gluon.jit
 def store_lse(work, lse, rows, end_row, token, kv_head):
-    """The lse [rows] of a whole strip; returns where in [tokens, heads] each packed row is."""
+    """The lse [rows] of a whole strip, if somebody reads it; returns where in [tokens, heads] each packed row is."""
     heads = work.heads_of_group()
     place = (token + rows // heads).to(gl.int64) * work.num_heads
     place = place + kv_head * heads + rows % heads
-    gl.store(work.lse + place, lse, mask=rows < end_row)
+    if work.with_lse > 0:
+        gl.store(work.lse + place, lse, mask=rows < end_row)
     return place
 
 
@@ -70,7 +71,7 @@ def clear_padding(work):
     begin = gl.cast(first, gl.int64) * work.num_heads
     zero = gl.full([_CLEARED], 0.0, gl.float32, L)
     step = gl.num_programs(0) * _CLEARED
-    for i in range(gl.program_id(0) * _CLEARED, rows, step):
+    for i in range(gl.program_id(0) * _CLEARED, rows * work.with_lse, step):
         gl.store(work.lse + begin + i + lane, zero - float("inf"), mask=i + lane < rows)
     for i in range(gl.program_id(0) * _CLEARED, rows * work.v_width_of_8 * 8, step):
         at = work.out + begin * (work.v_width_of_8 * 8) + i + lane

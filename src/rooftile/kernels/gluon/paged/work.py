@@ -99,6 +99,7 @@ class Work:
     factor: gl.tensor  # raw scores to log2 units
     softcap: gl.tensor
     chunk: gl.tensor  # KV tiles of a chunk, where queries are rotated for each distance in chunks
+    with_lse: gl.tensor  # 0: nobody reads it
     row_stride: gl.constexpr  # of the partial buffers, from part to part
     page_size: gl.constexpr
     packed: (
@@ -122,6 +123,7 @@ class Work:
     software_share: gl.constexpr
     overlapped: gl.constexpr  # the softmax of a tile runs under the product of the one before
     sums_in_parts: gl.constexpr  # see softmax.in_parts
+    reads_ahead: gl.constexpr  # an item's message is read before the one before ends
     k_used: gl.constexpr  # columns of products
     v_used: gl.constexpr
     mods: Inlined  # functions of the caller: none

@@ -97,8 +97,13 @@ class PageRing:
         return self.ring.tile(at)
 
     @gluon.jit
-    def release(self, at, pred=True):
-        """Consumer: this fill will not be read again (does nothing where pred is false)."""
+    def release(self, at):
+        """Consumer: this fill will not be read again."""
+        self.ring.release(at)
+
+    @gluon.jit
+    def release_where(self, at, pred):
+        """`release`, if pred is true, of a ring whose stages a warpgroup releases as one."""
         mbarrier.arrive(self.ring.empty.index(at.stage), count=1, pred=pred)
 
 
@@ -117,19 +122,27 @@ def new_page_ring(
     columns: gl.constexpr,
     stages: gl.constexpr,
     consumers: gl.constexpr,
+    by_threads: gl.constexpr = False,
 ):
     """Allocates a ring of tiles [rows, columns] filled by boxes of `desc` (describe_pages).
 
-    consumers: how many releases free a stage. A fence must follow before roles split.
+    consumers: how many releases free a stage; by_threads: see `Ring.release`. A fence must follow before
+    roles split.
     """
-    ring = allocate_page_ring(desc, rows, columns, stages)
+    ring = allocate_page_ring(desc, rows, columns, stages, by_threads)
     for i in gl.static_range(stages):
         ring.start(i, consumers)
     return ring
 
 
 @gluon.jit
-def allocate_page_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: gl.constexpr):
+def allocate_page_ring(
+    desc,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    stages: gl.constexpr,
+    by_threads: gl.constexpr = False,
+):
     """A ring whose barriers are not initialised, see `allocate_ring`."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], desc.dtype)
     buffers = gl.allocate_shared_memory(desc.dtype, [stages, rows, columns], layout)
@@ -142,7 +155,7 @@ def allocate_page_ring(desc, rows: gl.constexpr, columns: gl.constexpr, stages: 
         [stages * halves * pages] + desc.block_shape,  # noqa: RUF005
         desc.layout,
     )
-    ring = Ring(buffers, full, empty, stages, rows, columns, False)
+    ring = Ring(buffers, full, empty, stages, rows, columns, by_threads)
     size: gl.constexpr = pages * halves * desc.block_type.nbytes
     return PageRing(ring, boxes, pages, halves, desc.block_shape[4], columns, size)
 
