@@ -32,6 +32,7 @@ def test_only_where_nobody_looks() -> None:
         assert not undispatched(x)
     with torch.autocast("cpu"):
         assert not undispatched(x)
+    assert not undispatched(x, x.to("meta"))
     with FakeTensorMode():
         assert not undispatched(x)
     assert torch.equal(torch.func.vmap(lambda row: row + undispatched(row))(x), x)
@@ -122,6 +123,18 @@ def test_pages_of_a_known_kind(monkeypatch: pytest.MonkeyPatch) -> None:
             paged_attention(q, k_pages, v_pages, batch, plan="mine")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="kernel='cpu' but the plan is for 'reference'"):
             paged_attention(q, k_pages, v_pages, batch, plan=plan, kernel="cpu")
+
+
+def test_pages_without_data_have_shapes_each_time() -> None:
+    q, k_pages, v_pages = (
+        torch.empty(*s, device="meta") for s in ((3, 4, 8), (5, 2, 4, 8), (5, 2, 4, 6))
+    )
+    cu, lens, table = (
+        torch.empty(*s, dtype=torch.int32, device="meta") for s in ((3,), (2,), (2, 3))
+    )
+    for _ in range(2):
+        out = paged_attention(q, k_pages, v_pages, PagedBatch(cu, lens, table, 2, 9))
+        assert out.shape == (3, 4, 6)  # type: ignore[union-attr]
 
 
 def test_contents_on_a_gpu_are_checked_where_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
