@@ -422,6 +422,43 @@ def test_a_bound_call_is_the_call(scale: float, sink: Tensor | None) -> None:
         assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lies", ["wide", "transposed", "apart"])
+def test_page_tables_as_they_come(lies: str, dtype: torch.dtype) -> None:
+    batch = Batch([(1, 70), (3, 130)], (4, 2), (64, 64), 16)
+    table, entries = batch.table.to(dtype), batch.table.shape[1]
+    if lies == "transposed":
+        batch.table = table.T.contiguous().T
+    else:
+        step = 2 if lies == "apart" else 1
+        wide = torch.full((2, 2 * entries + 3), 10**6, dtype=dtype)
+        wide[:, : step * entries : step] = table
+        batch.table = wide[:, : step * entries : step]
+    got = check(batch)
+    spec = batch.spec(-1, 0)
+    plans = batch.planned(spec), spec.numbers
+    bound = KERNEL.bind(*batch.arguments, None, -1, 0, 0.0, 0.125, None, None, False, *plans)
+    with simulation():
+        again = bound(*batch.arguments[:6], None, None, None, plans[0])
+    assert all(torch.equal(x, y) for x, y in zip(again, got, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[(5, 130), (1, 90)], [(200, 260)]])
+def test_a_plan_of_fixed_pieces_is_followed_by_calls_that_ask_for_none(lengths: Lengths) -> None:
+    """The plan says of which tiles, whatever the call would have without it."""
+    batch = Batch(lengths, (4, 2), (128, 128), 16)
+    spec = batch.spec(-1, 0, invariant=True)
+    options = (None, -1, 0, 0.0, 0.125, None, None)
+    with simulation():
+        asked, unasked = (
+            KERNEL.paged_attention(
+                *batch.arguments, *options, invariant, batch.planned(spec), spec.numbers
+            )
+            for invariant in (True, False)
+        )
+    assert all(torch.equal(x, y) for x, y in zip(asked, unasked, strict=True))
+
+
 def test_nothing_to_do() -> None:
     for batch in (
         Batch([], (4, 2), (64, 64), 16, padding=2),

@@ -72,6 +72,7 @@ def paged_attention(
         k_pages = k_pages.contiguous().clone()
     if page_pitch(v_pages) is None or v_pages.data_ptr() % 16:
         v_pages = v_pages.contiguous().clone()
+    page_table = _by_rows(page_table)
     config, split = _choices(
         *(q, k_pages, v_pages, batch, tokens, max_q_len, max_kv_len, left, right),
         *(batch_invariant, split, config),
@@ -92,7 +93,7 @@ def paged_attention(
             *(_spec_of(*split), config, chunk_len, with_lse),
         )
     return run(
-        *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table.to(torch.int32)),
+        *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table),
         *(sink, k_scale, v_scale, plan),
     )
 
@@ -150,7 +151,7 @@ def bind(
         *(batch_invariant, split, None),
     )
     run = _kind_of_call(
-        *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
+        *(q, k_pages, v_pages, _by_rows(page_table), sink, left, right, softcap, scale),
         *(_spec_of(*numbers), config, 0, with_lse),
     )
 
@@ -163,10 +164,16 @@ def bind(
             return in_general(*tensors)
         if plan is None:
             plan = _planned(cu_q, kv_lens, numbers)
-        cu_q, table = cu_q.to(torch.int32), table.to(torch.int32)
+        cu_q, table = cu_q.to(torch.int32), _by_rows(table)
         return run(q, k_pages, v_pages, cu_q, table, sink, k_scale, v_scale, plan)
 
     return bound
+
+
+def _by_rows(table: Tensor) -> Tensor:  # [batch, max_pages]
+    """A page table as kernels read it: int32, the entries of a row side by side."""
+    table = table.to(torch.int32)
+    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _choices(
@@ -177,6 +184,8 @@ def _choices(
     num_heads, num_kv_heads, dims = q.shape[1], k_pages.shape[1], (q.shape[2], v_pages.shape[3])
     quantised = k_pages.dtype != q.dtype
     spec = _spec_of(*split) if split else None
+    if spec:  # which says how a strip is cut, and so of which tiles
+        batch_invariant = spec.piece > 0
     rows = _most_rows(num_heads // num_kv_heads, max_q_len, tokens if spec and spec.groups else 0)
     longest = (spec.max_q_len, spec.max_kv_len) if spec else (max_q_len, max_kv_len)
     config = config or config_of(
