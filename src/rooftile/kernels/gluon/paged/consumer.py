@@ -146,7 +146,7 @@ def _any_too_large(said, total, group: gl.constexpr):
     reduction takes three."""
     warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
     bad = gl.where(total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
-    said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int32))
+    said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int8))
     gl.thread_barrier()
     return gl.max(said.slice(4 * group, 4, 0).load(warps), 0) > 0
 
@@ -160,7 +160,7 @@ def attend_items(
     k_ring,
     v_ring,
     outs,
-    said,  # [8] int32: whether a warp has rows that are to be computed again
+    said,  # [8] int8: whether a warp has rows that are to be computed again
     group: gl.constexpr,
 ):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""

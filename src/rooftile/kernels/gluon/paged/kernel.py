@@ -266,7 +266,7 @@ def paged_kernel(
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
         outs = allocate_page_ring(o_desc, GROUP_ROWS, v_dim, groups) if own_output else q_ring
-        said = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        said = gl.allocate_shared_memory(gl.int8, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         if groups == 1 and loaders == 1:
             gl.warp_specialize(
                 [
