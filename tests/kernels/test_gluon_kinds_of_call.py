@@ -91,9 +91,17 @@ def test_pages(bound: list[tuple[Any, ...]]) -> None:
         {**given, "page_table": torch.zeros(1, 5, dtype=torch.int32)},
         {**given, "split": PAGED.replace(spec, num_ctas=3).numbers},
         {**given, "config": PAGED.config_of(64, 64, 64, False, False, 2)},
+        {**given, "with_lse": False},
         *({**given, name: OTHER[name]} for name in ("sink", "left", "right", "softcap", "scale")),
     ]
     for count, call in enumerate([given, *changed], start=1):
         for _ in range(2):
             PAGED.paged_attention(**call)
             assert len(bound) == count
+    del given["config"]
+    PAGED.paged_attention(**given)
+    count = len(bound)
+    PAGED.bind(**given)
+    assert len(bound) == count
+    PAGED.bind(**{**given, "with_lse": False})
+    assert len(bound) == count + 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -79,19 +79,10 @@ def paged_attention(
     )
     if plan is None:
         plan = _planned(cu_seqlens_q, kv_lens, split)
-    options = (left, right, softcap, scale, sink is None, config, chunk_len, with_lse, *split)
-    kind = (
-        *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
-        *(k_pages.dtype, v_pages.shape, v_pages.stride(), page_table.stride(0), options),
+    run = _run_of(
+        *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
+        *(split, config, chunk_len, with_lse),
     )
-    run = _runs.get(kind)
-    if run is None:
-        if len(_runs) >= _MOST_KINDS:
-            _runs.clear()
-        run = _runs[kind] = _kind_of_call(
-            *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
-            *(_spec_of(*split), config, chunk_len, with_lse),
-        )
     return run(
         *(q, k_pages, v_pages, cu_seqlens_q.to(torch.int32), page_table),
         *(sink, k_scale, v_scale, plan),
@@ -150,9 +141,9 @@ def bind(
         *(q, k_pages, v_pages, kv_lens.shape[0], q.shape[0], max_q_len, max_kv_len, left, right),
         *(batch_invariant, split, None),
     )
-    run = _kind_of_call(
+    run = _run_of(
         *(q, k_pages, v_pages, _by_rows(page_table), sink, left, right, softcap, scale),
-        *(_spec_of(*numbers), config, 0, with_lse),
+        *(numbers, config, 0, with_lse),
     )
 
     def bound(
@@ -197,6 +188,38 @@ def _choices(
     capacities = (batch, tokens, max_q_len, max_kv_len)
     shapes = (num_heads, num_kv_heads, *dims, quantised, left, right, batch_invariant)
     return config, _spec(config, _ctas(q.device.type), *shapes, *capacities).numbers
+
+
+def _run_of(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    sink: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
+    split: list[int],
+    config: Config,
+    chunk_len: int,
+    with_lse: bool,
+) -> Callable[..., Result]:
+    """`_kind_of_call`, made once."""
+    options = (left, right, softcap, scale, sink is None, config, chunk_len, with_lse, *split)
+    kind = (
+        *(q.shape, q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride()),
+        *(k_pages.dtype, v_pages.shape, v_pages.stride(), page_table.stride(0), options),
+    )
+    run = _runs.get(kind)
+    if run is None:
+        if len(_runs) >= _MOST_KINDS:
+            _runs.clear()
+        run = _runs[kind] = _kind_of_call(
+            *(q, k_pages, v_pages, page_table, sink, left, right, softcap, scale),
+            *(_spec_of(*split), config, chunk_len, with_lse),
+        )
+    return run
 
 
 def _planned(cu_seqlens_q: Tensor, kv_lens: Tensor, split: list[int]) -> Tensor:
@@ -352,7 +375,7 @@ def _most_rows(group_size: int, max_q_len: int, sharing_tokens: int) -> int:
     return max_q_len * group_size
 
 
-@cache
+@lru_cache(maxsize=_MOST_KINDS)
 def _spec_of(*split: int) -> SplitSpec:
     return SplitSpec.from_numbers(split)
 
