@@ -188,7 +188,7 @@ def _halves_asm():
 
 
 @gluon.jit
-def _as_left(words, warps_k: gl.constexpr, blocks: gl.constexpr, tile: gl.constexpr):
+def as_left(words, warps_k: gl.constexpr, blocks: gl.constexpr, tile: gl.constexpr):
     """words [warps, blocks, tile, q, group] as a left operand [blocks odd warps, 16, 64]; 0 below 8 rows."""
     l0, h0, l1, h1, l2, h2, l3, h3 = gl.inline_asm_elementwise(
         _halves_asm(), "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words],
@@ -299,15 +299,14 @@ def totals_layout(warps_k, tile):
 
 @gluon.jit
 def multiply(
-    words, scales, right, zero, unit, warps_k: gl.constexpr, blocks: gl.constexpr,
+    left, scales, right, zero, unit, warps_k: gl.constexpr, blocks: gl.constexpr,
     tile: gl.constexpr,
 ):  # fmt: skip
     """A step's part of the result, [warps, tile, owner, pair of digits], to be summed but for `tile`.
 
-    words [warps, blocks, tile, q, group]; scales as of `scales_of`; right and unit of `as_right`, zero
-    of `products_of_zero`.
+    left as of `as_left`, scales of `scales_of`, right and unit of `as_right`, zero of `products_of_zero`.
     """
-    x = _multiply(_as_left(words, warps_k, blocks, tile), right, warps_k, blocks)
+    x = _multiply(left, right, warps_k, blocks)
     if tile == 8:
         x = _first_eight(x) - zero
     else:

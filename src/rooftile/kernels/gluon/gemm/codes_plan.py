@@ -15,7 +15,8 @@ class RowPlan:
     """Measurements: docs/performance.md.
 
     warps: of a CTA, which share k; each takes `blocks` of 128 at a time. stages: of the ring. tile: rows
-    of the weight at a time, 8 or 16. ctas: each takes every so many-th tile.
+    of the weight at a time, 8 or 16. ctas: each takes every so many-th tile. once: all codes of a CTA
+    become operands before the activations are there; the ring has to hold them.
     """
 
     warps: int
@@ -23,6 +24,7 @@ class RowPlan:
     stages: int
     tile: int
     ctas: int
+    once: bool = False
 
     def parts(self, k: int) -> int:
         """Of k, which all warps take together."""
@@ -37,7 +39,7 @@ class RowPlan:
         return 1 << (self.tiles(n) - 1).bit_length()
 
 
-_BESIDE = 96 * 1024  # bytes of a ring that leaves as much to the next kernel's
+_BESIDE = 72 * 1024  # bytes of a ring that leaves as much to the next kernel's
 _ALONE = 216 * 1024  # and of one that does not, with the sums of all tiles
 _MOST_STAGES = 8
 _MOST_HELD = 4  # tiles whose sums a CTA holds in registers while it goes through k
@@ -54,13 +56,17 @@ def plan_of_row(n: int, k: int) -> RowPlan | None:
     if of_k % 2:
         return None
     tile = 8 if n <= 8 * H200.units else 16
+    tiles = -(-n // (tile * H200.units))
+    few = tiles <= _MOST_HELD
     if of_k <= 8:
-        warps, blocks = 4, 2
-    elif of_k <= 16 or of_k > 32:
-        warps, blocks = 8, 2
+        warps, blocks, once = (8, 1, True) if few and tiles > 2 else (4, 2, False)
+    elif of_k <= 16:
+        warps, blocks, once = 8, 2, tiles == 1
+    elif of_k <= 32 and (tiles <= 2 or not few):
+        warps, blocks, once = 8, 4, False
     else:
-        warps, blocks = 8, 4
-    plan = RowPlan(warps, blocks, 1, tile, H200.units)
+        warps, blocks, once = 4, 4, False
+    plan = RowPlan(warps, blocks, 1, tile, H200.units, once)
     parts, most = plan.parts(k), _MOST_HELD if plan.parts(k) > 1 else _MOST_TILES
     plan = replace(plan, ctas=max(plan.ctas, -(-n // (tile * most))))
     tiles = plan.tiles(n)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rooftile.kernels.gluon.gemm.codes import WORDS, bits
 from rooftile.kernels.gluon.gemm.codes_digits import (
+    as_left,
     as_right,
     fetch_row,
     multiply,
@@ -61,6 +62,17 @@ def _fetch(
 
 
 @gluon.jit
+def _operands(words, scales, slot, warps_k: gl.constexpr, blocks: gl.constexpr, tile: gl.constexpr):
+    """A step's codes as a left operand, and its scales."""
+    word = words.index(slot).load(_boxes_layout(blocks, warps_k, tile))
+    left = as_left(word.reshape([warps_k, blocks, tile, 4, 4]), warps_k, blocks, tile)
+    boxes: gl.constexpr = scale_box(warps_k, blocks)[1]
+    shape: gl.constexpr = [words.shape[0], boxes * tile, scales.shape[2]]
+    of_slot = scales._reinterpret(gl.int32, shape, scales.layout).index(slot)
+    return left, scales_of(of_slot, warps_k, blocks, tile)
+
+
+@gluon.jit
 def _step(
     words_desc, scales_desc, words, scales, full, slot, phase, step, steps, right, zero, unit,
     tiles: gl.constexpr, whole: gl.constexpr, warps_k: gl.constexpr, blocks: gl.constexpr,
@@ -68,21 +80,15 @@ def _step(
 ):  # fmt: skip
     """Its part of the result: `multiply`; and slot and phase of the next one."""
     stages: gl.constexpr = words.shape[0]
-    boxes: gl.constexpr = scale_box(warps_k, blocks)[1]
     mbarrier.wait(full.index(slot), phase)
-    word = words.index(slot).load(_boxes_layout(blocks, warps_k, tile))
-    of_slot = scales._reinterpret(
-        gl.int32, [stages, boxes * tile, scales.shape[2]], scales.layout
-    ).index(slot)
-    scale = scales_of(of_slot, warps_k, blocks, tile)
+    left, scale = _operands(words, scales, slot, warps_k, blocks, tile)
     if not whole:
         gl.thread_barrier()
         _fetch(
             words_desc, scales_desc, words, scales, full, slot, step + stages, steps, tiles,
             warps_k, blocks, tile,
         )  # fmt: skip
-    word = word.reshape([warps_k, blocks, tile, 4, 4])
-    x = multiply(word, scale, right, zero, unit, warps_k, blocks, tile)
+    x = multiply(left, scale, right, zero, unit, warps_k, blocks, tile)
     if whole:
         slot += 1
     else:
@@ -121,7 +127,8 @@ def codes_ring_kernel(
     blocks: gl.constexpr,  # of a warp at a time
     stages: gl.constexpr,
     tile: gl.constexpr,  # rows of the weight, 8 or 16
-    tiles: gl.constexpr,  # of a CTA at most, where k has parts; else 0
+    tiles: gl.constexpr,  # of a CTA at most, where k has parts or codes are made operands early; else 0
+    once: gl.constexpr,  # parts of k, if all codes are made operands before the activations are there; else 0
     room: gl.constexpr,  # for the sums of so many tiles
     whole: gl.constexpr,  # all steps are in the ring at one time
     ahead: gl.constexpr,  # weights are at rest: kernels/weights_at_rest.py
@@ -153,12 +160,48 @@ def codes_ring_kernel(
         _fetch(
             words_desc, scales_desc, words, scales, full, s, s, steps, tiles, warps_k, blocks, tile
         )
+    if once:
+        lefts = ()
+        all_scales = ()
+        for t in gl.static_range(stages):
+            mbarrier.wait(full.index(t), 0)
+        for t in gl.static_range(stages):
+            left, scale = _operands(words, scales, t, warps_k, blocks, tile)
+            lefts += (left,)  # type: ignore[assignment]
+            all_scales += (scale,)  # type: ignore[assignment]
     if ahead:
         await_kernels_before()
     slot = 0 * me
     phase = 0 * me
     x = fetch_row(row, k, 0, warps_k, blocks)
-    if tiles:
+    if once:
+        y = _no_sums(tiles, warps_k, tile)
+        for part in gl.static_range(once):
+            if part + 1 < once:
+                following = fetch_row(row, k, (part + 1) * (blocks * warps_k), warps_k, blocks)
+            right, unit = as_right(x, warps_k, blocks)
+            zero = products_of_zero(right, warps_k, blocks)
+            added = ()
+            for t in gl.static_range(tiles):
+                added += (
+                    y[t]
+                    + multiply(
+                        lefts[part * tiles + t],
+                        all_scales[part * tiles + t],
+                        right,
+                        zero,
+                        unit,
+                        warps_k,
+                        blocks,
+                        tile,
+                    ),
+                )  # type: ignore[assignment]
+            y = added
+            if part + 1 < once:
+                x = following
+        for t in gl.static_range(tiles):
+            sums.index(t).store(gl.sum(gl.sum(y[t], 3), 2))
+    elif tiles:
         acc = _no_sums(tiles, warps_k, tile)
         step = 0 * me
         for part in range(0, parts):
