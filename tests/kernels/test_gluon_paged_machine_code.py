@@ -26,6 +26,7 @@ from rooftile.kernels.gluon.paged.config import (  # noqa: E402
     of_pages,
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel  # noqa: E402
+from rooftile.kernels.gluon.tile.policy import say_policies, with_policies  # noqa: E402
 from tests.support.machine_code import (  # noqa: E402
     MachineCode,
     compile_for_hopper,
@@ -46,8 +47,9 @@ POINTERS = {
 
 
 def compiled(
-    config: Config, page_size: int, features: tuple[bool, ...], quantised: bool = False
-) -> MachineCode:
+    config: Config, page_size: int, features: tuple[bool, ...], quantised: bool = False,
+    passing: bool = False,
+) -> MachineCode:  # fmt: skip
     group_size = 0 if config.few and quantised else 4
     rows = config.few or 64
     types = dict.fromkeys(paged_kernel.arg_names, "i32") | POINTERS
@@ -57,7 +59,9 @@ def compiled(
     dtype: Any = gl.float8e4nv if quantised else gl.bfloat16
     types["k_pages"] = types["v_pages"] = "*fp8e4nv" if quantised else "*bf16"
     types["k_desc"] = types["v_desc"] = descriptor_type(page, dtype)
-    values = dict(constants(config, page_size, group_size, 4, quantised, *features))
+    values = dict(
+        constants(config, page_size, group_size, 4, quantised, *features, passing=passing)
+    )
     return compile_for_hopper(paged_kernel, types, values, most_registers=config.most_registers)
 
 
@@ -125,6 +129,31 @@ def test_every_configuration(dim: int, features: tuple[bool, ...]) -> None:
                 check(compiled(config, page_size, features), config, OUTSIDE_LOOPS + spills)
     for config in QUANTISED.get(dim, ())[:2]:
         check(compiled(config, 16, features, quantised=True), config, spills)
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_only_beside_shared_prefixes_copies_have_a_policy(passing: bool) -> None:
+    assert say_policies()
+    code = compiled(SMALL[128][2], 16, PLAIN, passing=passing)
+    check(code, SMALL[128][2])
+    loads = [x.text for x in code.instructions if x.name.startswith("UTMALDG")]
+    assert loads
+    assert {"desc[" in text for text in loads} == {passing}
+    # Set by who loads keys, and by who loads values.
+    assert code.ptx.count("selp.b64 copy_policy") == 2 * passing
+
+
+def test_a_policy_is_for_kernels_that_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    kernel = f"entry(\n)\n{{\n{load} [%r1], [%rd2, {{%r3, %r4}}], [%r5];\n}}\n"
+    assert with_policies(kernel) == kernel
+    changed = with_policies(kernel.replace("}\n", "mov.b64 copy_policy, 1;\n}\n"))
+    assert f"{load}.L2::cache_hint [%r1], [%rd2, {{%r3, %r4}}], [%r5], copy_policy;" in changed
+    assert changed.index(".reg .b64 copy_policy;") < changed.index(load)
+    # What somebody else has compiled kernels looked at by stays.
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", print)
+    assert not say_policies()
+    assert triton.knobs.runtime.add_stages_inspection_hook is print
 
 
 def test_parts_are_written_before_they_are_counted() -> None:

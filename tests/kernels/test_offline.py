@@ -119,3 +119,22 @@ def test_how_many_requests_there_are_compiles_at_most_two_kernels_that_find_pref
             table = torch.zeros(batch, 2, dtype=torch.int32)
             prefixes.find_prefixes(lengths, lengths[1:], table, 16, 256)
     assert [one.kernel for one in built].count("groups_kernel") == 2
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_plans_compile_once_for_all_lengths(directory: Path, groups: int) -> None:
+    """What the interpreter takes, the compiler need not: names that change their type."""
+    from rooftile.kernels.triton.split_kv import split_kv
+    from rooftile.types import SplitSpec
+
+    spec = SplitSpec(
+        batch=40, tokens=40, max_q_len=1, max_kv_len=9000, group_size=4, num_kv_heads=8, left=-1,
+        right=0, kv_tile=64, tile_rows=(64,), tile_cost=(3448,), item_cost=2750, num_ctas=256,
+        min_piece=1, groups=groups, least_saved=4096 if groups else 0,
+    )  # fmt: skip
+    with offline("sm_90a", directory) as built:
+        for batch in (40, 33):
+            lens = torch.arange(batch + 1, dtype=torch.int32)
+            shared = torch.tensor([0, 30, batch]).int(), torch.tensor([8192, 0]).int()
+            split_kv(lens, lens[1:], spec.numbers, *(shared if groups else ()))
+    assert [kernel.kernel for kernel in built] == ["split_kv_single_kernel"]

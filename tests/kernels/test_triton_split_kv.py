@@ -75,3 +75,28 @@ def test_shared_prefixes_equal_the_specification(
     expected = plan(spec, q_lens, kv_lens, first, shared).words(spec)
     assert got.shape == (len(expected),)
     assert defined(got.tolist(), spec) == defined(expected, spec)
+
+
+@pytest.mark.parametrize(
+    ("members", "keys", "ctas"),
+    [((64,), (8192,), 256), ((32,), (8192,), 128), ((7, 9), (640, 640), 61)],
+)
+def test_groups_apart_equal_the_specification(
+    members: tuple[int, ...], keys: tuple[int, ...], ctas: int
+) -> None:
+    count = sum(members)
+    spec = SplitSpec(
+        batch=count, tokens=count, max_q_len=1, max_kv_len=max(keys) + 256, group_size=4,
+        num_kv_heads=8, left=-1, right=0, kv_tile=64, tile_rows=(64,), tile_cost=(3448,),
+        item_cost=2750, num_ctas=ctas, min_piece=1, groups=len(keys), least_saved=1024,
+    )  # fmt: skip
+    kv_lens = [n + 256 for n, some in zip(keys, members, strict=True) for _ in range(some)]
+    first = [sum(members[:g]) for g in range(len(members) + 1)]
+    tensors = (torch.tensor(x, dtype=torch.int32) for x in (range(count + 1), kv_lens))
+    groups = (torch.tensor(x, dtype=torch.int32) for x in (first, keys))
+    got = kernel.split_kv(*tensors, spec.numbers, *groups)
+    expected = plan(spec, [1] * count, kv_lens, first, keys)
+    kinds = [{item.merge for item in expected.of_cta(cta)} for cta in range(ctas)]
+    assert {-1, -2} not in kinds
+    assert {-2} in kinds
+    assert defined(got.tolist(), spec) == defined(expected.words(spec), spec)

@@ -189,8 +189,14 @@ def test_with_shared_prefixes_every_key_is_attended_once_and_merged_once(
     found, layout = plan(spec, q_lens, kv_lens, *prefixes), Layout(spec)
     attended = defaultdict(list)  # (token, query head) -> (KV tiles, row of the partial buffers)
     taken: set[int] = set()
+    of_groups = {
+        strip.partial_row + part * spec.tile_rows[-1]
+        for strip in found.merges[found.request_strips :]
+        if isinstance(strip, Shared)
+        for part in range(strip.parts)
+    }
     for item in items_of(found):
-        assert item.merge == -1
+        assert item.merge == (-2 if item.partial_row in of_groups else -1)
         rows = range(item.row_begin, item.row_end)
         if item.partial_row >= 0:
             part = range(item.partial_row, item.partial_row + len(rows))
@@ -251,6 +257,28 @@ def test_a_prefix_is_planned_once_where_that_spares_enough() -> None:
     assert tiles([66, 0]) == tiles([0, 0])
     few = plan(spec, [1] * 2, [4096 + 9] * 2, [0, 2], [4095])
     assert few.strips == few.request_strips
+
+
+def test_groups_have_ctas_of_their_own_where_that_is_even() -> None:
+    """64 requests of 256 keys of their own, 4 query tiles a head of what they share."""
+    spec = replace(SPEC, groups=1, least_saved=4096, kv_tile=64, tile_rows=(64,), tile_cost=(3448,),
+                   item_cost=2750, num_ctas=256)  # fmt: skip
+    for keys, requests in ((8192, 96), (2048, None)):
+        found = plan(spec, [1] * 64, [keys + 256] * 64, [0, 64], [keys])
+        kinds = [{item.merge for item in found.of_cta(cta)} for cta in range(256)]
+        alone = sum(kind == {-2} for kind in kinds)
+        if (
+            requests is None
+        ):  # for 32 strips of half as many keys as shares have, 256 / 32 is not even
+            assert {-1, -2} in kinds
+            continue
+        assert kinds == [{-1}] * requests + [{-2}] * alone
+        assert alone % 32 == 0
+        for cta in range(requests, 256, 4):
+            items = [found.of_cta(cta + tile) for tile in range(4)]
+            assert [len(mine) for mine in items] == [1] * 4
+            assert [mine[0].row_begin for mine in items] == [0, 64, 128, 192]
+            assert len({(m[0].kv_head, m[0].kv_begin, m[0].kv_end) for m in items}) == 1
 
 
 def test_one_long_request_among_short_ones() -> None:

@@ -73,6 +73,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from rooftile.planning.split_shares import Shares
 from rooftile.planning.split_strips import Strip, strips
 from rooftile.types import SplitSpec
 
@@ -93,7 +94,7 @@ class Item(NamedTuple):
     kv_begin: int  # KV tiles; equal: nothing is seen
     kv_end: int
     partial_row: int  # -1: the item is its whole strip and writes the output
-    merge: int  # index of the strip's merge, -1 where there is none
+    merge: int  # index of the strip's merge, -1 where there is none, -2 of a group
     q_begin: int  # cu_seqlens_q[request]
     q_len: int
     kv_len: int
@@ -281,7 +282,8 @@ def plan(
                 -strip.query_tile,
             )
         )
-    cuts = _cuts(spec, line, total, used)
+    shares = Shares(spec, line, total, used)
+    cuts = shares.cuts()
 
     # Parts: the whole of a strip, or where cuts are inside of it, what lies between them.
     ctas: list[tuple[int, int]] = []
@@ -316,9 +318,10 @@ def plan(
                 parts.setdefault(index, []).append(partial_row)
             items[index + cta] = Item(
                 strip.request, strip.kv_head, strip.row_begin, strip.row_end, strip.tile_rows,
-                begin, stop, partial_row, merge, strip.queries.q_begin, strip.queries.q_len,
-                strip.queries.kv_len,
+                begin, stop, partial_row, merge - bool(strip.queries.shared), strip.queries.q_begin,
+                strip.queries.q_len, strip.queries.kv_len,
             )  # fmt: skip
+    ctas = [ctas[shares.of_cta(cta)] for cta in range(spec.num_ctas)]
     if not spec.groups:
         return Plan(ctas, items, merges, used, len(line), drawn=drawn)
     requests = sum(not strip.queries.shared for strip in line)
@@ -358,33 +361,6 @@ def _whole(spec: SplitSpec, line: list[Strip], total: int) -> bool:
     if not spec.whole or spec.piece or spec.groups or not line:
         return False
     return max(strip.cost for strip in line) * spec.whole * spec.num_ctas <= total
-
-
-def _cuts(spec: SplitSpec, line: list[Strip], total: int, used: int) -> list[tuple[int, int]]:
-    """For each CTA where its share begins, and one more for the end: (strip, KV tiles into it)."""
-    cuts = []
-    strip, start = 0, 0  # the strip that holds the wanted place, and where it begins
-    for cta in range(spec.num_ctas + 1):
-        place = min(cta, used) * total // used
-        while strip < len(line) and start + line[strip].cost <= place:
-            start += line[strip].cost
-            strip += 1
-        if strip == len(line):
-            cuts.append((strip, 0))
-        else:
-            cuts.append(_cut(spec, strip, line[strip], place - start))
-    return cuts
-
-
-def _cut(spec: SplitSpec, index: int, strip: Strip, offset: int) -> tuple[int, int]:
-    """The allowed place nearest to `offset` clocks into a strip."""
-    tiles = strip.kv_end - strip.kv_begin
-    if spec.piece or tiles < 2 * spec.min_piece:
-        return (index, 0) if 2 * offset < strip.cost else (index + 1, 0)
-    tile = (max(offset - spec.item_cost, 0) + strip.tile_cost // 2) // strip.tile_cost
-    if tile < spec.min_piece:
-        return index, 0
-    return (index, tile) if tiles - tile >= spec.min_piece else (index + 1, 0)
 
 
 def _check(

@@ -112,7 +112,9 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     found = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", asm)
     if found:
         return args[0].to(torch.bfloat16 if found[1] == "bf16" else torch.float16)
-    if any(x in asm for x in ("griddepcontrol.", "cp.async.bulk.prefetch.", "prefetch.")):
+    if any(
+        x in asm for x in ("griddepcontrol.", "cp.async.bulk.prefetch.", "prefetch.", "copy_policy")
+    ):
         return args[0]  # launches follow one another; nothing is far away
     if "lop3.b32 pair, word, 0x000f000f, 0x43004300" in asm:
         shifts = [4 * p + 16 * e for p in range(4) for e in range(2)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rooftile.planning import split_shares
 from rooftile.planning.split_kv import Item, Merge
 
 ITEM_WORDS = tl.constexpr(len(Item._fields))
@@ -22,6 +23,7 @@ MERGE_WORDS = tl.constexpr(len(Merge._fields))
 STRIP_BITS = tl.constexpr(20)  # of strips in one number with clocks
 STRIP_MASK = tl.constexpr((1 << 20) - 1)
 FAR = tl.constexpr(2**30)
+MOST_UNEVEN = tl.constexpr(split_shares.MOST_UNEVEN)
 
 
 @triton.jit
@@ -64,6 +66,97 @@ def _quotient(a, b):
     q = (a.to(tl.float32) * (1.0 / b.to(tl.float32))).to(tl.int32)
     rest = a - q * b
     return q + tl.where(rest >= b, 1, 0) - tl.where(rest < 0, 1, 0)
+
+
+@triton.jit
+def _quotient_of_one(a, b):
+    """a // b of two numbers of 64 bits from 0 and 1 on, whose quotient has at most 32 bits: what floats
+    leave over of it is small enough for them."""
+    q = (a.to(tl.float32) / b.to(tl.float32)).to(tl.int64)
+    rest = a - q * b
+    q += (rest.to(tl.float32) / b.to(tl.float32)).to(tl.int32)
+    rest = a - q * b
+    return q + tl.where(rest >= b, 1, 0) - tl.where(rest < 0, 1, 0)
+
+
+@triton.jit
+def _places(turn, total, parts):
+    """turn * total // parts, of turns up to parts."""
+    of_part = _quotient_of_one(total, parts)
+    rest = (total - of_part * parts).to(tl.int32)
+    return turn * of_part + _quotient(turn * rest, parts)
+
+
+@triton.jit
+def _alone(total, of_groups, strips, used, num_kv_heads):
+    """How many CTAs each strip of a group has to itself (planning/split_shares.py), 0 where shares are
+    to be cut like all others; strips: of all groups."""
+    count = tl.maximum(strips, 1).to(tl.int64)
+    alone = _quotient_of_one(2 * used * of_groups + total * count, 2 * total * count).to(tl.int32)
+    alone = tl.where(strips > 0, alone, 0)
+    ctas = alone * strips
+    others = used - ctas
+    most = MOST_UNEVEN * total
+    even = (16 * used * of_groups <= most * ctas) & (others > 0)
+    even = even & (16 * used * (total - of_groups) <= most * others)
+    return tl.where(even, alone, 0)
+
+
+@triton.jit
+def _shares(cta, lane, packed, place_of, total, used, batch, num_kv_heads, shares: tl.constexpr):
+    """Where on the line each CTA's share begins, and which is the first to begin at or after each lane;
+    CTAs of requests, how many each strip of a group has, and strips of groups."""
+    others = used  # CTAs of requests, and what these cost
+    of_requests = total
+    alone = 0
+    group_ctas = 0
+    group_strips = 0
+    if shares:
+        in_groups = tl.sum(tl.where(lane >= batch, packed, 0), 0)
+        group_strips = (in_groups & STRIP_MASK).to(tl.int32) * num_kv_heads
+        of_groups = (in_groups >> STRIP_BITS) * num_kv_heads
+        alone = _alone(total, of_groups, group_strips, used, num_kv_heads)
+        group_ctas = alone * group_strips
+        others = used - group_ctas
+        of_requests = tl.where(alone > 0, total - of_groups, total)
+    place = _places(tl.minimum(cta, others), of_requests, others)
+    # The first cut at or after the beginning of each lane: near its share of the whole.
+    begins_at = place_of
+    of_all_parts = of_requests
+    parts_of_all = others
+    if shares:
+        turn = tl.minimum(tl.maximum(cta - others, 0), group_ctas)
+        place += _places(turn, total - of_requests, tl.maximum(group_ctas, 1))
+        apart = (alone > 0) & (lane >= batch)
+        begins_at = tl.where(apart, place_of - of_requests, place_of)
+        of_all_parts = tl.where(apart, total - of_requests, of_requests)
+        parts_of_all = tl.where(apart, group_ctas, others)
+    near = begins_at.to(tl.float32) / tl.maximum(of_all_parts, 1).to(tl.float32) * parts_of_all
+    near = tl.maximum(near.to(tl.int32) - 1, 0)
+    wanted = begins_at * parts_of_all
+    reached = near.to(tl.int64) * of_all_parts
+    by = near
+    for _ in tl.static_range(4):
+        by += tl.where(reached < wanted, 1, 0)
+        reached += of_all_parts
+    if shares:
+        by = tl.where(apart, by + others, by)
+    return place, by, others, alone, group_strips
+
+
+@triton.jit
+def _owners(cta, others, alone, group_strips, num_kv_heads):
+    """Which CTA has each share: those of groups that are neighbours have the query tiles of the same
+    keys."""
+    query_tiles = _quotient(group_strips, num_kv_heads)
+    of_head = tl.maximum(query_tiles * alone, 1)
+    turn = cta - others
+    of_group = (turn >= 0) & (turn < alone * group_strips)
+    turn = tl.where(of_group, turn, 0)
+    before = _quotient(turn, of_head) * of_head
+    query_tile = _quotient(turn - before, tl.maximum(alone, 1))
+    part = turn - before - query_tile * alone
+    return tl.where(of_group, others + before + part * query_tiles + query_tile, cta)
 
 
 @triton.jit
@@ -227,26 +320,11 @@ def split_kv_single_kernel(
     least = item_cost + min_piece * cost_0
     used = tl.minimum(total, least.to(tl.int64) * cta_count).to(tl.int32) // least
     used = tl.maximum(used, 1)
-    # total // used: what floats leave over of the quotient is small enough for them.
-    of_cta = (total.to(tl.float32) / used.to(tl.float32)).to(tl.int64)
-    over = total - of_cta * used
-    of_cta += (over.to(tl.float32) / used.to(tl.float32)).to(tl.int32)
-    over = total - of_cta * used
-    of_cta += tl.where(over >= used, 1, 0) - tl.where(over < 0, 1, 0)
-    rest = (total - of_cta * used).to(tl.int32)
     cta = tl.arange(0, cta_block)
-    turn = tl.minimum(cta, used)
-    place = turn * of_cta + _quotient(turn * rest, used)
+    place, by, others, alone, group_strips = _shares(
+        cta, lane, packed, place_of, total, used, batch, num_kv_heads, shares
+    )
     inside = place < total
-    # The first cut at or after the beginning of each lane: near its share of the whole.
-    near = place_of.to(tl.float32) / tl.maximum(total, 1).to(tl.float32) * used
-    near = tl.maximum(near.to(tl.int32) - 1, 0)
-    wanted = place_of * used
-    reached = near.to(tl.int64) * total
-    by = near
-    for _ in tl.static_range(4):
-        by += tl.where(reached < wanted, 1, 0)
-        reached += total
     at_lane = _begun(by, place_of < total, cta_block)
     at_lane = tl.where(inside, at_lane, 0)
     before = tl.gather(sums, at_lane, 0)
@@ -302,7 +380,10 @@ def split_kv_single_kernel(
         some = is_cta & ((strip < next_strip) | (at < next_at))
         count = tl.where(some, next_strip - strip + tl.where(next_at > 0, 1, 0), 0)
         run = tl.join(strip + cta, count)
-        run_at = plan + ctas_at + cta[:, None] * 2 + tl.arange(0, 2)[None, :]
+        owner = cta
+        if shares:
+            owner = _owners(cta, others, alone, group_strips, num_kv_heads)
+        run_at = plan + ctas_at + owner[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(tl.multiple_of(run_at, [1, 2]), run, mask=is_cta[:, None])
         both = tl.sum((count.to(tl.int64) << 32) + opens.to(tl.int64), 0)
         merges = both.to(tl.int32)
@@ -390,7 +471,7 @@ def split_kv_single_kernel(
             only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
             has_parts = split | of_group | (skipped_ > 0)
             partial_row = tl.where(has_parts & ~split, only, partial_row)
-            merge = tl.zeros_like(merge) - 1
+            merge = tl.where(of_group, -2, -1)
         words = plan + items_at + index * ITEM_WORDS
         first_tile = from_tile + tl.where(continues, begins_at, 0)
         end_tile = tl.where(breaks, from_tile + ends_at, to_tile)

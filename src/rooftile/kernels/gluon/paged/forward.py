@@ -22,6 +22,7 @@ from rooftile.kernels.gluon.paged.config import (
 )
 from rooftile.kernels.gluon.paged.kernel import constants, paged_kernel
 from rooftile.kernels.gluon.tile.pages import describe_packed, describe_pages, page_pitch
+from rooftile.kernels.gluon.tile.policy import say_policies
 from rooftile.kernels.gluon.tile.rows import addressable, is_addressable
 from rooftile.planning.split_cost import LEAST_SAVED
 from rooftile.planning.split_kv import Layout
@@ -297,6 +298,7 @@ def _kind_of_call(
                 softcap != 0,
                 sink is not None,
                 rotations,
+                spec.groups > 0 and say_policies(),
             )
         ),
         most_registers=config.most_registers,

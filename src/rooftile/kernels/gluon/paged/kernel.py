@@ -133,6 +133,7 @@ def paged_kernel(
     by_threads: gl.constexpr,
     in_turns: gl.constexpr,
     reads_ahead: gl.constexpr,
+    passing: gl.constexpr,
 ):
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     # Of queries, keys, values and the output; a descriptor is a map and two numbers a dimension.
@@ -203,6 +204,7 @@ def paged_kernel(
         Inlined(None, None, (), (), False),
         drawn,
         loaders,
+        passing,
     )
     k_ring = new_page_ring(k_desc, block, k_dim, k_stages, groups, by_threads)
     v_ring = new_page_ring(v_desc, block, v_dim, v_stages, groups, by_threads)
@@ -339,6 +341,7 @@ def constants(
     has_softcap: bool,
     has_sink: bool,
     rotations: int = 1,
+    passing: bool = False,
 ) -> tuple[tuple[str, Any], ...]:
     """The compile-time arguments of `paged_kernel`, in its order."""
     return (
@@ -371,4 +374,5 @@ def constants(
         ("by_threads", config.by_threads),
         ("in_turns", config.in_turns),
         ("reads_ahead", config.reads_ahead),
+        ("passing", passing),
     )

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from rooftile.kernels.gluon.paged.work import (
     FIRST_ROW,
     HEAD,
+    JOINED_BY,
     KEYS,
     KV_BEGIN,
     KV_END,
@@ -16,6 +17,7 @@ from rooftile.kernels.gluon.paged.work import (
     LAST,
     MERGE,
     MORE,
+    NO_MERGE,
     OF_REQUEST,
     PARTIAL_ROW,
     Q_BEGIN,
@@ -31,6 +33,7 @@ from rooftile.kernels.gluon.paged.work import (
 )
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.pages import packed_corner
+from rooftile.kernels.gluon.tile.policy import first_to_leave
 from rooftile.kernels.gluon.tile.ring import first_fill
 
 
@@ -208,6 +211,9 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     share, item, following, words, drawn_from, end = work.first_item()
     slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     while share < end:
+        if work.passing:
+            # Keys of a request are read once, those of a prefix by every query tile of its group.
+            first_to_leave(gl.where(pick(words, MERGE) == NO_MERGE, 1, 0))
         kv_head = pick(words, KV_HEAD)
         kv_begin = pick(words, KV_BEGIN)
         kv_end = pick(words, KV_END)
@@ -299,6 +305,8 @@ def load_values(work, queue, q_desc, v_desc, q_ring, v_ring):
     window, before = _next_values(work, queue, slot, boxes)
     more = queue.field_of_warp(slot, MORE)
     while more > 0:
+        if work.passing:
+            first_to_leave(gl.where(queue.field_of_warp(slot, JOINED_BY) == NO_MERGE, 1, 0))
         tiles = queue.field_of_warp(slot, TILES)
         last = queue.field_of_warp(slot, LAST)
         kv_head = queue.field_of_warp(slot, HEAD)

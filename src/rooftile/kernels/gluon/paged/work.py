@@ -22,6 +22,8 @@ Q_BEGIN = gl.constexpr(9)
 Q_LEN = gl.constexpr(10)
 KV_LEN = gl.constexpr(11)
 
+NO_MERGE = gl.constexpr(-1)  # of a request's item; -2: of a group's
+
 # Words of a merge of the plan.
 MERGE_WORDS = gl.constexpr(8)
 FIRST_PART = gl.constexpr(4)  # row of the partial buffers
@@ -129,6 +131,7 @@ class Work:
     mods: Inlined  # functions of the caller: none
     drawn: gl.constexpr  # shares go to whichever CTA is free
     loaders: gl.constexpr  # warps that load: 2 have keys and values to themselves
+    passing: gl.constexpr  # requests' keys leave the L2 cache before those of groups
 
     @gluon.jit
     def heads_of_group(self):
