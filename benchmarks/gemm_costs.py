@@ -15,7 +15,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy
@@ -23,6 +23,7 @@ import numpy
 from rooftile.bench.ops.gemm import GROUPS
 from rooftile.bench.ops.gemm_plans import (
     ITEMSIZE,
+    LOADED_BY_ONE,
     PARTS_AT_ONCE,
     PASSING,
     TILES,
@@ -60,6 +61,9 @@ VENDOR_GUESSES = {
     1: (4e-6, 150e12, 4e-6, 3.4e12, 0.2e-6, 0.1, 1.5, 3e12, 50),
 }
 
+NUM_PRICES = len(fields(Prices))
+BEFORE = 1  # loops before LOADED_BY_ONE, of CTAs that load together
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -95,7 +99,9 @@ def place_of(plan: Decomposition) -> int:
 
 
 def counts_of(record: Record, plan: Decomposition, passing: bool) -> Counts:
-    return counts(plan, H200, ITEMSIZE, record.rows, passing, plan.product != record.product)
+    turned = plan.product != record.product
+    today = passing or record.run == 0 or record.run >= LOADED_BY_ONE  # with a ring of our own
+    return counts(plan, H200, ITEMSIZE, record.rows, passing, turned, today)
 
 
 class Fit:
@@ -104,6 +110,7 @@ class Fit:
     def __init__(self, rows: Sequence[Timed]) -> None:
         self.rows = rows
         found = [counts_of(row.record, row.plan, row.name.endswith(PASSING)) for row in rows]
+        self.old_loops = numpy.array([row.record.run < LOADED_BY_ONE for row in rows])
         self.counts = Counts(
             *(numpy.array([one[i] for one in found], float) for i in range(len(Counts._fields)))
         )
@@ -120,16 +127,23 @@ class Fit:
         self.guess = numpy.array(
             [getattr(known.prices, x.name) for x in fields(Prices)]
             + [known.pace.get(shape, 1.0) for shape in ALL_SHAPES]
+            + [200.0] * BEFORE
             + [3.0]  # price of a part before PARTS_AT_ONCE, in today's
         )
 
     def predicted(self, x: numpy.ndarray) -> numpy.ndarray:
         """Seconds of all rows."""
-        prices = Prices(*x[: -len(ALL_SHAPES) - 1])
-        paces = x[-len(ALL_SHAPES) - 1 : -1]
+        prices, paces = Prices(*x[:NUM_PRICES]), self.paces(x)
+        loops = numpy.where(self.old_loops, x[-2], prices.loop)
         parts = self.counts.parts * numpy.where(self.old_parts, x[-1], 1.0)
-        paces = numpy.append(paces, 1.0)[self.shapes]
-        return prices.seconds(self.counts._replace(parts=parts), paces)
+        turns = numpy.where(self.old_loops, numpy.ceil(self.counts.turns), self.counts.turns)
+        counts = self.counts._replace(parts=parts, turns=turns)
+        return replace(prices, loop=loops).seconds(counts, numpy.append(paces, 1.0)[self.shapes])
+
+    @staticmethod
+    def paces(x: numpy.ndarray) -> numpy.ndarray:
+        """Of ALL_SHAPES."""
+        return x[NUM_PRICES : -1 - BEFORE]
 
     def run(self, cases: Collection[str] | None = None) -> numpy.ndarray:
         """cases: to look at, `None` for all."""
@@ -144,7 +158,7 @@ class Fit:
             x = self.guess * numpy.exp(steps)
             error = (numpy.log(self.predicted(x)) - self.measured)[taken]
             mean = numpy.bincount(groups, near * error, len(self.rows)) / in_group
-            paces = numpy.log(x[-len(ALL_SHAPES) - 1 : -1])
+            paces = numpy.log(self.paces(x))
             return numpy.concatenate(
                 [LEVEL * weights * error, weights * (error - mean[groups]), STEADY * 3 * paces]
             )
@@ -158,7 +172,7 @@ class Fit:
 
     def predictor(self, x: numpy.ndarray) -> Callable[[Record, Decomposition, bool], float]:
         """For `replay`."""
-        prices, paces = Prices(*map(float, x[: -len(ALL_SHAPES) - 1])), x[-len(ALL_SHAPES) - 1 : -1]
+        prices, paces = Prices(*map(float, x[:NUM_PRICES])), self.paces(x)
 
         def predicted(record: Record, plan: Decomposition, passing: bool) -> float:
             found = counts_of(record, plan, passing)
@@ -170,7 +184,7 @@ class Fit:
         values = [float(f"{value:.4g}") for value in x]
         names = ["/".join(["x".join(map(str, s[:2])), *map(str, s[2:])]) for s in ALL_SHAPES]
         prices = dict(zip((x.name for x in fields(Prices)), values, strict=False))
-        pace = dict(zip(names, values[-len(ALL_SHAPES) - 1 : -1], strict=True))
+        pace = dict(zip(names, map(float, self.paces(numpy.array(values))), strict=True))
         return {H200.name: {"prices": prices, "pace": pace}}
 
 

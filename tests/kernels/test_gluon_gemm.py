@@ -141,7 +141,9 @@ def test_integers_come_out_exactly(
 
 @settings(max_examples=20)
 @given(
-    config=st.sampled_from(CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT) | WIDE,
+    config=st.sampled_from(CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT)
+    | WIDE
+    | st.sampled_from(CONFIG.CONFIGS).map(lambda config: config.by_itself),
     scheme=st.sampled_from(["data-parallel", "split-k", "stream-k", "hybrid"]),
     m=st.sampled_from([1, 65, 129, 300]),
     n=st.sampled_from([8, 127, 193, 264]),
@@ -152,6 +154,7 @@ def test_integers_come_out_exactly(
     out=st.sampled_from([torch.bfloat16, torch.float32]),
     clusters=st.integers(1, 4),
     turned=st.booleans(),
+    short=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_clusters(
@@ -166,10 +169,13 @@ def test_clusters(
     out: torch.dtype,
     clusters: int,
     turned: bool,
+    short: bool,
     seed: int,
 ) -> None:
     """CTAs that load columns or rows together, and those that share a tile's steps; tiles of any width,
-    and results that are stored transposed."""
+    and results that are stored transposed. short: the ring is, so that every stage is filled again."""
+    if short:
+        config = replace(config, stages=4)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -403,14 +409,14 @@ def test_configurations_fit_the_machine() -> None:
     tilings = {x for m in (80, 300, 900, 4000) for x in wide_tilings(Product(m, 2280, 64), 132)}
     wide = tuple(map(CONFIG.wide, tilings))
     assert len(wide) > 50
-    for config in CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT + wide:
+    alone = tuple(config.by_itself for config in CONFIG.CONFIGS)
+    for config in CONFIG.PAIRS + CONFIG.QUADS + CONFIG.SPLIT + wide + alone:
         # The smaller operand's stages come before the results in shared memory.
-        chunk = config.stored_rows * config.chunk(False, 4) * 4
-        assert (
-            2 * config.buffers * chunk
-            <= config.stages * min(config.block_m, config.block_n) * config.block_bytes
-        )
-        assert config.shared_bytes(4, gated=False) <= CONFIG.SHARED_BYTES
+        smaller = config.stages * min(config.block_m, config.block_n) * config.block_bytes
+        for itemsize in (2, 4):
+            results = config.buffers_of(itemsize) * config.chunk_bytes(itemsize)
+            assert results <= smaller
+            assert config.shared_bytes(itemsize, gated=False) <= CONFIG.SHARED_BYTES
         sums = 4 * config.block_m * config.block_n
         if config.split > 1:  # they go where the operands were
             assert sums <= config.stages * (config.block_m + config.block_n) * config.block_bytes

@@ -264,9 +264,9 @@ def test_choices_on_the_list(case: str) -> None:
 
 
 def test_a_wrong_price_shows() -> None:
-    """The replay can fail: without the price of rows inside sectors choices lose more."""
+    """The replay can fail: without the prices of what a multiprocessor loads choices lose more."""
     merged = pooled(current(recorded()))
-    wrong = replace(machinery(H200).prices, split=0.0, broken=0.0)
+    wrong = replace(machinery(H200).prices, received=0.0, split=0.0, broken=0.0)
 
     def predicted(record: Record, plan, passing: bool) -> float:  # type: ignore[no-untyped-def]
         found = counts(plan, H200, 2, record.rows, passing)

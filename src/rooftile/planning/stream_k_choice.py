@@ -37,6 +37,7 @@ FEW_ROWS = 64  # what tiles of more rows are of no use to
 # hold is read by each of them (640 x 1280 x 16384 took 64 microseconds so, and 52 split in two).
 MOST_STREAMED = 30_000_000
 MOST_JOINED = 3  # parts that the CTA which finishes a tile adds
+WIDEST_JOINED = 208  # columns of such a tile, of any width: more would not leave registers enough
 EQUAL = 1.01  # predictions are not better than this
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -104,6 +105,11 @@ def wide_tilings(product: Product, num_sms: int) -> list[Tiling]:
     return list(found)
 
 
+def may_be_joined(tiling: Tiling) -> bool:
+    """Whether the CTA that finishes a tile can add its parts."""
+    return not tiling.is_tall and (tiling.cta_n <= WIDEST_JOINED or not tiling.is_wide)
+
+
 def may_stream(product: Product) -> bool:
     """Whether CTAs at different places along K find its operands in the L2 cache."""
     return (product.m + product.n) * product.k < MOST_STREAMED
@@ -128,7 +134,7 @@ def candidates(
         for split in sorted({*SPLITS, most}):
             if 1 < split <= min(iterations, most):
                 yield split_k(product, tiling, num_sms, split)
-                if split <= MOST_JOINED and product.m > FEW_ROWS and not tiling.is_tall:
+                if split <= MOST_JOINED and product.m > FEW_ROWS and may_be_joined(tiling):
                     yield joined_k(product, tiling, num_sms, split)
         if tiling.is_wide:
             continue  # it is as wide as makes that superfluous

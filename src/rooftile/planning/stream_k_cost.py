@@ -24,7 +24,7 @@ from math import gcd
 from rooftile.planning.hardware import Machine
 from rooftile.planning.stream_k import STREAMED, Decomposition, Tiling
 from rooftile.planning.stream_k_prices import Counts, machinery
-from rooftile.planning.tile_width import power_below
+from rooftile.planning.tile_width import power_below, takes_turns
 
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2 cache
 WHOLE_LINES = (LINE_BYTES, LINE_BYTES)
@@ -103,11 +103,12 @@ def counts(
     rows: tuple[int, int] = WHOLE_LINES,
     passing: bool = False,
     transposed: bool = False,
+    plain: bool = True,
 ) -> Counts:
     """What its busiest CTA does.
 
     rows: bytes that rows of a and of b are multiples of, a line of the cache at most. transposed: its
-        result is stored so.
+        result is stored so. plain: as for `predict`.
     """
     product, tiling, most = plan.product, plan.tiling, plan.most
     m, n, k = product.m, product.n, product.k
@@ -135,6 +136,7 @@ def counts(
         segments * block_m * block_n / columns * -(-columns // chunk) * chunk / (STORE_BYTES // 2)
     )
     places = gcd(m, block_m) if transposed else gcd(n, block_n)
+    waits = tiling.ctas == 1 and not tiling.is_wide and not (plain and m > FEW_ROWS)
     steps, exchanged, others = most.steps, 0.0, most.parts - 1
     scattered = most.streamed and min(most.streamed + plan.iterations, most.steps)
     if tiling.split > 1:
@@ -152,6 +154,7 @@ def counts(
         split,
         max(outside_m, outside_n) if segments == 1 else outside_m / tiles_m + outside_n / tiles_n,
         (of_a + of_b) * busy,
+        *(0.0 if waits else 0.5 if takes_turns(block_m, block_n) else 1.0, float(waits)),
         steps,
         scattered,
         stored,
@@ -183,7 +186,7 @@ def predict(
     """
     known = machinery(machine)
     passing = plain and is_passing(plan, itemsize, rows)
-    found = counts(plan, machine, itemsize, rows, passing, transposed)
+    found = counts(plan, machine, itemsize, rows, passing, transposed, plain)
     return known.prices.seconds(found, known.pace_of(plan.tiling))
 
 

@@ -40,6 +40,8 @@ class Counts(NamedTuple):
     broken, split: of those that it asks for, that begin inside a line, and inside a sector, times the share
         of the multiprocessors that do so.
     outside: rows of its boxes beyond the matrix.
+    turns: of a consumer's loop in a step, half where both take steps in turn; waits: of one that has Triton's
+        ring.
     steps: along K; scattered: of these, while others are elsewhere along K; alone: pieces that it asks
         for in one of these, times the share of the multiprocessors that do so.
     stored: results in pieces of 128 bytes; split_stored: those that begin inside a sector.
@@ -58,6 +60,8 @@ class Counts(NamedTuple):
     split: float
     outside: float
     alone: float
+    turns: float
+    waits: float
     steps: float
     scattered: float
     stored: float
@@ -81,7 +85,8 @@ class Prices:
     step_sharpness, sharpness: how well units of a step, and steps and reading, overlap: a and b take
         (a^s + b^s)^(1/s).
     hot: share that steps take longer. broken, split, outside: what such a piece or row costs more.
-    alone: of such a piece, in the cache.
+    alone: of such a piece, in the cache. loop: of a consumer's turn, whatever it multiplies; ring:
+        the same with Triton's ring.
     late: of a launch whose CTAs find no place before the product has ended.
     """
 
@@ -97,6 +102,8 @@ class Prices:
     split: float
     outside: float
     alone: float
+    loop: float
+    ring: float
     step_sharpness: float
     stored: float
     split_stored: float
@@ -119,7 +126,12 @@ class Prices:
         """Seconds."""
         s = self.step_sharpness
         requests, answers = self.loading(of)
-        together = of.clocks**s + requests**s + answers**s
+        together = (
+            of.clocks**s
+            + requests**s
+            + answers**s
+            + (self.loop * of.turns + self.ring * of.waits) ** s
+        )
         if scattered:
             together = together + (self.alone * of.alone) ** s
         return together ** (1 / s) * (1 + self.hot * of.hot) / self.clock

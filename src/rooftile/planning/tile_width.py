@@ -17,6 +17,7 @@ TOGETHER = {
     128: ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (2, 4)),
     64: ((2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4)),
 }
+MOST_IN_TURN = 64  # columns
 # Turns in which all tiles are computed, and parts along k of each.
 FILLS = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (1, 4), (1, 6), (1, 8))
 
@@ -35,3 +36,8 @@ def step_of(rows: int, sharers: int) -> int:
     """What widths are multiples of: whole pieces for each CTA that loads some of the columns, and where
     there are 64 rows for both warpgroups, which share the columns."""
     return PIECE * max(sharers, 128 // rows, 1)
+
+
+def takes_turns(rows: int, columns: int) -> bool:
+    """Whether the two warpgroups of a tile multiply all of its columns, and take the steps along K in turn."""
+    return rows == 64 and columns <= MOST_IN_TURN

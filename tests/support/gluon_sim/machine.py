@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.gluon_sim.barrier import MBarrier, MBarrierLayout, MBarriers, NamedBarrier
+from tests.support.gluon_sim.barrier import MBarrier, MBarriers, NamedBarrier
 from tests.support.gluon_sim.errors import SimulationError
 from tests.support.gluon_sim.memory import (
     Descriptor,
@@ -129,6 +129,12 @@ def _finish_role(context: Role) -> None:
         raise SimulationError("a role ends with a product in flight")
 
 
+def specialize_evenly(
+    functions: Sequence[tuple[Callable[..., None], Sequence[Any]]], worker_warps: Sequence[int]
+) -> None:
+    warp_specialize(functions, worker_warps, [0] * len(worker_warps))
+
+
 def warp_specialize(
     functions: Sequence[tuple[Callable[..., None], Sequence[Any]]],
     worker_warps: Sequence[int],
@@ -163,7 +169,7 @@ def warp_specialize(
 
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     cta = role().cta
-    if isinstance(layout, MBarrierLayout):
+    if dtype == torch.int64:
         return MBarriers(f"barrier {len(cta.shared)}", shape[0])
     shape = [int(n) for n in shape]
     memory = SharedTile(

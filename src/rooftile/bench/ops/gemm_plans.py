@@ -37,18 +37,18 @@ from rooftile.planning.stream_k import (
 from rooftile.planning.stream_k_choice import FEW_ROWS, least, may_stream
 from rooftile.planning.stream_k_cost import (
     clusters,
-    is_apart,
+    counts,
     is_passing,
-    predict,
     row_alignment,
 )
-from rooftile.planning.stream_k_prices import STEP_BYTES
+from rooftile.planning.stream_k_prices import STEP_BYTES, machinery
 from rooftile.planning.tile_cost import DEEP, predict_tiles, stages_of, suits_tiles
 from rooftile.planning.vendor_cost import MARGIN, broken_share, predict_vendor
 
 TILES, PASSING, TURNED = " tiles", " +", "T "
 PARTS_AT_ONCE = 7  # the first run whose kernel read more than eight parts at a time
 DEEP_TILES = 20  # the first run whose small tiles had rings of six stages
+LOADED_BY_ONE = 21  # the first run whose operands one thread loads, in a loop of its own
 SMALL_US = 20.0  # of products whose launch is much of their time
 ITEMSIZE = 2
 
@@ -125,21 +125,12 @@ def level(records: Sequence[Record]) -> list[Record]:
 
 
 def current(records: Sequence[Record]) -> list[Record]:
-    """Without parts that an older kernel added (before PARTS_AT_ONCE), where a later run timed any, and without
-    small tiles that have deeper rings since (before DEEP_TILES)."""
-
-    def adds_apart(record: Record, name: str) -> bool:
-        return not name.endswith(TILES) and is_apart(plan_named(record.product, name))
-
-    retimed = {
-        record.case
-        for record in records
-        if record.run >= PARTS_AT_ONCE and any(adds_apart(record, name) for name in record.plans)
-    }
+    """Without tiles of an older kernel (before LOADED_BY_ONE), and small ones that have deeper rings since (before
+    DEEP_TILES)."""
     found = []
     for record in records:
-        if record.run < PARTS_AT_ONCE and record.case in retimed:
-            kept = {n: us for n, us in record.plans.items() if not adds_apart(record, n)}
+        if record.run < LOADED_BY_ONE and record.aligned:
+            kept = {n: us for n, us in record.plans.items() if n.endswith(TILES)}
             record = replace(record, plans=kept)
         if record.run < DEEP_TILES:
             kept = {n: us for n, us in record.plans.items() if not is_deep(record, n)}
@@ -229,7 +220,9 @@ Predict = Callable[[Record, Decomposition, bool], float]
 
 
 def _predicted(record: Record, plan: Decomposition, passing: bool) -> float:
-    return predict(plan, H200, ITEMSIZE, record.rows, passing, plan.product != record.product)
+    known, turned = machinery(H200), plan.product != record.product
+    found = counts(plan, H200, ITEMSIZE, record.rows, passing, turned)
+    return known.prices.seconds(found, known.pace_of(plan.tiling))
 
 
 def replay(records: Iterable[Record], predicted: Predict = _predicted) -> list[Replay]:

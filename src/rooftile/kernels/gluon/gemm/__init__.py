@@ -13,6 +13,7 @@ CTA finishes is published first thing, and a finisher waits for CTAs of lower nu
 | problem.py | what every role knows |
 | shares.py | a CTA's share of the steps, segment by segment |
 | producer.py, consumer.py | the two roles |
+| turns.py | tiles of 64 rows whose steps the warpgroups take in turn |
 | cluster_sum.py | a tile whose steps the CTAs of a cluster share |
 | fixup.py | parts of tiles that go from one CTA to another |
 | epilogue.py | bias, activation, gate, residual, store |

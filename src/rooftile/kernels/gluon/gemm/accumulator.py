@@ -140,13 +140,34 @@ def right_of(problem, ring, at, group: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def no_pieces(columns: gl.constexpr):
+    pieces = ()
+    for _ in gl.static_range(columns // PIECE):
+        piece = gl.zeros([_ROWS, PIECE], gl.float32, accumulator_layout(PIECE))
+        pieces = pieces + (piece,)  # type: ignore  # noqa: RUF005
+    return pieces
+
+
+@gluon.jit
+def add_pieces(ring, acc, at, C: gl.constexpr):
+    """Starts pieces of [64, C] plus the products of one step, which has arrived."""
+    places = (ring.place_of_a(at), ring.place_of_b(at))
+    return _multiply_pieces(places[0], places[1], acc, ring.a_tiles.dtype, _ROWS, C, True)
+
+
+@gluon.jit
+def settle_pieces(acc, steps: gl.constexpr, columns: gl.constexpr):
+    """`settle`, of pieces."""
+    return gl.inline_asm_elementwise(
+        _wait_asm(steps), _tied(columns, 0), acc, dtype=_sums_types(columns), is_pure=False,
+        pack=_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit
 def no_sums(R: gl.constexpr, C: gl.constexpr, bits: gl.constexpr):
     if is_odd_width(C):
-        pieces = ()
-        for _ in gl.static_range(R // _ROWS * (C // PIECE)):
-            piece = gl.zeros([_ROWS, PIECE], gl.float32, accumulator_layout(PIECE))
-            pieces = pieces + (piece,)  # type: ignore  # noqa: RUF005
-        return pieces
+        return no_pieces(R // _ROWS * C)
     else:
         return gl.zeros([R, C], gl.float32, accumulator_layout(C, bits))
 
@@ -174,10 +195,6 @@ def add_step(
 def settle(acc, steps: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
     """Waits for all products but those of the last `steps` steps."""
     if is_odd_width(C):
-        columns: gl.constexpr = R // _ROWS * C
-        return gl.inline_asm_elementwise(
-            _wait_asm(steps), _tied(columns, 0), acc, dtype=_sums_types(columns), is_pure=False,
-            pack=_REGISTERS,
-        )  # fmt: skip
+        return settle_pieces(acc, steps, R // _ROWS * C)
     else:
         return wait(steps, deps=[acc])

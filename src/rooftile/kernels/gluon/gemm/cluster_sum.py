@@ -10,10 +10,11 @@ whose stages nobody needs any more. Parts are added in the order of K.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.gemm.accumulator import left_of, right_of
-from rooftile.kernels.gluon.gemm.consumer import multiply_on
+from rooftile.kernels.gluon.gemm.accumulator import left_of, no_pieces, right_of
+from rooftile.kernels.gluon.gemm.consumer import multiply_on, sums_in_turn
 from rooftile.kernels.gluon.gemm.epilogue import halves, store_tile
 from rooftile.kernels.gluon.gemm.problem import GROUPS
+from rooftile.kernels.gluon.gemm.turns import first_turn, multiply_in_turn
 from rooftile.kernels.gluon.tile.cluster import arrive_there, join_cluster, wait_at
 from rooftile.kernels.gluon.tile.mma import (
     accumulator_layout,
@@ -127,19 +128,26 @@ def multiply_part(
         _expect_asm(R * C * 4), "=r,r", [arrived], dtype=gl.int32, is_pure=False, pack=1
     )
     tile, first, last = shares.part_of_cluster()
-    fill = first_fill()
-    acc = gl.zeros([R, C], gl.float32, accumulator_layout(C, bits))
-    ring.arrived(fill)
-    left = left_of(problem, ring, fill, group, R)
-    acc = multiply(left, right_of(problem, ring, fill, group, C), acc, use_acc=False)
-    acc = wait(1, deps=[acc])
-    previous = fill
-    fill = ring.after(fill)
-    acc, previous, fill = multiply_on(
-        problem, ring, acc, previous, fill, first + 1, last, group, R, C
-    )
-    acc = wait(0, deps=[acc])
-    ring.release(previous)
+    if problem.in_turn:
+        all_columns: gl.constexpr = problem.block_n
+        acc, _ = multiply_in_turn(
+            ring, no_pieces(all_columns), first_turn(group), last - first, group, all_columns
+        )
+        acc = sums_in_turn(ring, acc, group, all_columns)
+    else:
+        fill = first_fill()
+        acc = gl.zeros([R, C], gl.float32, accumulator_layout(C, bits))
+        ring.arrived(fill)
+        left = left_of(problem, ring, fill, group, R)
+        acc = multiply(left, right_of(problem, ring, fill, group, C), acc, use_acc=False)
+        acc = wait(1, deps=[acc])
+        previous = fill
+        fill = ring.after(fill)
+        acc, previous, fill = multiply_on(
+            problem, ring, acc, previous, fill, first + 1, last, group, R, C
+        )
+        acc = wait(0, deps=[acc])
+        ring.release(previous)
 
     cta = gl.program_id(0)
     sharer = cta % ring.sharers
@@ -162,4 +170,7 @@ def multiply_part(
         problem, total, total, 0, out_desc, out_tiles, group, row0, column0, 0, R * columns,
         True, R, columns, buffers, bits,
     )  # fmt: skip
+    if problem.in_turn:  # noqa: SIM102
+        if shares.num_tiles < 0:  # never
+            ring.keep()
     tma_store_wait(0)

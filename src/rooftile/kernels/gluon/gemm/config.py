@@ -8,11 +8,12 @@ from typing import Any
 
 from rooftile.planning.stream_k import Tiling
 from rooftile.planning.stream_k_choice import CLUSTERED
-from rooftile.planning.tile_width import PIECE, is_odd, power_below
+from rooftile.planning.tile_width import PIECE, is_odd, power_below, takes_turns
 
 SHARED_BYTES = 225 * 1024  # of one CTA, a little left for barriers
 CHUNK_BYTES = 128  # of a row, that are stored at a time
-MOST_STAGES = 16
+MOST_STAGES, MANY_STAGES = 16, 8
+PIECE_BYTES = 64 * PIECE * 4  # of sums
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,11 @@ class Config:
     """How a product is run. Measurements: docs/performance.md.
 
     split_rows: the two consumer warpgroups share a tile's rows, else its columns.
-    buffers: shared tiles for results of each warpgroup.
+    buffers: shared tiles for results of two bytes, of each warpgroup.
     sharers: CTAs, one below the other, that load the columns of their tiles together.
     across: CTAs, side by side, that load the rows of their tiles together.
     split: CTAs that share a tile's steps along K.
+    alone: one CTA, with the ring of tile/cluster.py, for operands whose contiguous dimension is k.
     passing: operands, whose contiguous dimension must be k, are the first to leave the L2 cache.
     """
 
@@ -39,6 +41,7 @@ class Config:
     split: int = 1
     across: int = 1
     passing: bool = False
+    alone: bool = False
 
     @property
     def cluster(self) -> int:
@@ -47,7 +50,17 @@ class Config:
     @property
     def joined(self) -> bool:
         """Whether the ring is that of tile/cluster.py."""
-        return self.cluster > 1 or self.passing or self.is_odd
+        return self.cluster > 1 or self.passing or self.alone or self.is_odd
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the consumer warpgroups take a tile's steps in turn, each all of its columns: turns.py."""
+        return self.joined and takes_turns(self.block_m, self.block_n)
+
+    @property
+    def traded(self) -> int:
+        """Bytes of shared memory in which they hand over sums then."""
+        return 2 * (self.block_n // (2 * PIECE)) * PIECE_BYTES if self.in_turn else 0
 
     @property
     def is_odd(self) -> bool:
@@ -64,7 +77,43 @@ class Config:
     @cached_property
     def passing_on(self) -> Config:
         """The same with operands that are the first to leave the L2 cache."""
-        return replace(self, passing=True, consumer_registers=232, producer_registers=40)
+        return replace(self.by_itself, passing=True)
+
+    @cached_property
+    def by_itself(self) -> Config:
+        """The same with the ring of tile/cluster.py."""
+        if self.joined:
+            return self
+        config = replace(self, alone=True, consumer_registers=232, producer_registers=40)
+        return config.with_room
+
+    @property
+    def with_room(self) -> Config:
+        """As many stages as there is room for beside results, and of these as many chunks as do not wait for
+        each other, at the cost of one stage at most where there are many."""
+        stage = (self.block_m + self.block_n) * self.block_bytes
+        room, chunks = SHARED_BYTES - self.traded, -(-self.columns(False) // self.chunk(False, 2))
+
+        def stages_beside(results: int) -> int:
+            stages = min((room - results) // stage, MOST_STAGES)
+            return stages - stages % 2 if self.in_turn else stages  # each belongs to one warpgroup
+
+        stages = stages_beside(self.chunk_bytes(4))
+        fewer = stages_beside(max(chunks * self.chunk_bytes(2), self.chunk_bytes(4)))
+        if stages >= MANY_STAGES and fewer >= stages - (2 if self.in_turn else 1):
+            stages = fewer
+        buffers = min((room - stages * stage) // self.chunk_bytes(2), chunks)
+        return replace(self, stages=stages, buffers=buffers)
+
+    def chunk_bytes(self, out_itemsize: int, gated: bool = False) -> int:
+        """Of what both warpgroups store at a time."""
+        return 2 * self.stored_rows * self.chunk(gated, out_itemsize) * out_itemsize
+
+    def buffers_of(self, out_itemsize: int, gated: bool = False) -> int:
+        """Shared tiles for results of each warpgroup, where these are of so many bytes each."""
+        stages = self.stages * (self.block_m + self.block_n) * self.block_bytes
+        room = SHARED_BYTES - self.traded - stages
+        return max(min(self.buffers, room // self.chunk_bytes(out_itemsize, gated)), 1)
 
     def block_k(self, itemsize: int) -> int:
         return self.block_bytes // itemsize
@@ -122,8 +171,8 @@ class Config:
 
     def shared_bytes(self, out_itemsize: int, gated: bool) -> int:
         operands = self.stages * (self.block_m + self.block_n) * self.block_bytes
-        chunk = self.stored_rows * self.chunk(gated, out_itemsize) * out_itemsize
-        return operands + 2 * self.buffers * chunk
+        results = self.buffers_of(out_itemsize, gated) * self.chunk_bytes(out_itemsize, gated)
+        return operands + self.traded + results
 
 
 LARGE = Config(128, 256, True, 4, 2)
@@ -145,9 +194,10 @@ def _cluster(
     split: int,
 ) -> Config:
     """All warps of a cluster meet, so that there are as many producers as fill the launch's warps."""
-    return Config(
+    config = Config(
         block_m, block_n, split_rows, stages, buffers, 128, 232, 40, sharers=sharers, split=split
     )
+    return config.with_room if config.in_turn else config
 
 
 PAIR_LARGE = _cluster(128, 256, True, 4, 2, 2, 1)
@@ -178,17 +228,15 @@ def wide(tiling: Tiling) -> Config:
     no gate: as many stages as there is room for beside a tile of results or two."""
     rows, columns = tiling.cta_m, tiling.cta_n
     config = _cluster(rows, columns, rows > 64, 1, 1, tiling.sharers, 1)
-    stage, results = (rows + columns) * 128, 2 * config.stored_rows * CHUNK_BYTES
     # Results have less room than either operand, since Triton puts larger ones first (`places`).
-    stages = min((SHARED_BYTES - results) // stage, MOST_STAGES)
-    buffers = min((SHARED_BYTES - stages * stage) // results, 2)
-    return replace(config, stages=stages, buffers=buffers, across=tiling.across)
+    return replace(config, across=tiling.across).with_room
 
 
 def constants(
     config: Config,
     *,
     itemsize: int,
+    out_itemsize: int = 2,
     a_rows: int,
     a_by_rows: bool,
     b_by_rows: bool,
@@ -211,7 +259,7 @@ def constants(
         ("a_rows", a_rows),
         ("split_rows", config.split_rows),
         ("stages", config.stages),
-        ("buffers", config.buffers),
+        ("buffers", config.buffers_of(out_itemsize, gated)),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),
         ("a_by_rows", a_by_rows),
@@ -233,4 +281,7 @@ def constants(
         ("b_at", config.places[1]),
         ("passing", config.passing),
         ("transposed", transposed),
+        ("alone", config.alone),
+        ("in_turn", config.in_turn),
+        ("traded", config.traded),
     )

@@ -8,12 +8,14 @@ from rooftile.kernels.gluon.gemm.accumulator import (
     add_step,
     columns_of_sums,
     is_odd_width,
+    no_pieces,
     no_sums,
     settle,
 )
 from rooftile.kernels.gluon.gemm.epilogue import halves, parts_of, store_tile
 from rooftile.kernels.gluon.gemm.fixup import await_parts, give_back, publish, store_part
 from rooftile.kernels.gluon.gemm.problem import GROUPS
+from rooftile.kernels.gluon.gemm.turns import first_turn, multiply_in_turn, trade
 from rooftile.kernels.gluon.tile.cluster import join_cluster
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS, accumulator_layout
 from rooftile.kernels.gluon.tile.ring import first_fill
@@ -104,6 +106,18 @@ def _write_part(
 
 
 @gluon.jit
+def sums_in_turn(ring, acc, group: gl.constexpr, columns: gl.constexpr):
+    """This warpgroup's columns of a tile, of which both have multiplied all `columns` in turn, as pieces or
+    as one accumulator."""
+    C: gl.constexpr = columns // GROUPS
+    acc = trade(ring, acc, group, columns)
+    if is_odd_width(C):
+        return acc
+    else:
+        return columns_of_sums(acc, 0, C)
+
+
+@gluon.jit
 def multiply_share(
     problem,
     shares,
@@ -122,34 +136,51 @@ def multiply_share(
     if problem.joined:
         join_cluster()
     fill = first_fill()
+    turn = first_turn(group)
     cta = gl.program_id(0)
     begin, end, whole = shares.first()
     written = cta < 0  # a part, of which nobody knows yet
     while (end > begin) | (whole < shares.num_tiles):
         tile, first, last, end, whole = shares.take(begin, end, whole)
-        acc = no_sums(R, C, bits)
-        ring.arrived(fill)
-        acc = add_step(problem, ring, acc, fill, group, R, C, False)
-        acc = settle(acc, 1, R, C)
-        previous = fill
-        fill = ring.after(fill)
-        step = first + 1
-        # Apart, because the one is known when the kernel is compiled.
-        if shares.streamed:  # noqa: SIM102
-            if written:
-                # The memory has taken the part by now, or will soon: nothing stands still for it.
-                quiet = gl.minimum(last, step + QUIET_STEPS)
-                acc, previous, fill = multiply_on(
-                    problem, ring, acc, previous, fill, step, quiet, group, R, C
-                )
-                step = quiet
-                publish(problem, cta, group)
-                written = cta < 0
-        acc, previous, fill = multiply_on(
-            problem, ring, acc, previous, fill, step, last, group, R, C
-        )
-        acc = settle(acc, 0, R, C)
-        ring.release(previous)
+        if problem.in_turn:
+            all_columns: gl.constexpr = problem.block_n
+            pieces = no_pieces(all_columns)
+            step = first
+            if shares.streamed:  # noqa: SIM102
+                if written:
+                    quiet = gl.minimum(last, step + QUIET_STEPS)
+                    pieces, turn = multiply_in_turn(
+                        ring, pieces, turn, quiet - step, group, all_columns
+                    )
+                    step = quiet
+                    publish(problem, cta, group)
+                    written = cta < 0
+            pieces, turn = multiply_in_turn(ring, pieces, turn, last - step, group, all_columns)
+            acc = sums_in_turn(ring, pieces, group, all_columns)
+        else:
+            acc = no_sums(R, C, bits)
+            ring.arrived(fill)
+            acc = add_step(problem, ring, acc, fill, group, R, C, False)
+            acc = settle(acc, 1, R, C)
+            previous = fill
+            fill = ring.after(fill)
+            step = first + 1
+            # Apart, because the one is known when the kernel is compiled.
+            if shares.streamed:  # noqa: SIM102
+                if written:
+                    # The memory has taken the part by now, or will soon: nothing stands still for it.
+                    quiet = gl.minimum(last, step + QUIET_STEPS)
+                    acc, previous, fill = multiply_on(
+                        problem, ring, acc, previous, fill, step, quiet, group, R, C
+                    )
+                    step = quiet
+                    publish(problem, cta, group)
+                    written = cta < 0
+            acc, previous, fill = multiply_on(
+                problem, ring, acc, previous, fill, step, last, group, R, C
+            )
+            acc = settle(acc, 0, R, C)
+            ring.release(previous)
 
         tile_m, tile_n = shares.corner(tile)
         row0 = (tile_m * problem.sharers + cta % problem.sharers) * problem.block_m
@@ -185,7 +216,7 @@ def multiply_share(
                 problem, acc, 0, out_desc, out_tiles, group, row0, column0, False, R, C, buffers,
                 bits,
             )  # fmt: skip
-    if is_odd_width(C):  # noqa: SIM102
+    if is_odd_width(C) or problem.in_turn:  # noqa: SIM102
         if shares.num_tiles < 0:  # never
             ring.keep()
     tma_store_wait(0)

@@ -224,6 +224,7 @@ def _launch(
     kernel_constants = constants(
         config,
         itemsize=in_dtype.itemsize,
+        out_itemsize=out_dtype.itemsize,
         a_rows=a_rows,
         a_by_rows=a_layout[1],
         b_by_rows=b_layout[1],

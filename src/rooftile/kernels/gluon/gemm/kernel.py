@@ -9,7 +9,7 @@ from rooftile.kernels.gluon.gemm.accumulator import is_odd_width
 from rooftile.kernels.gluon.gemm.cluster_sum import multiply_part
 from rooftile.kernels.gluon.gemm.consumer import multiply_share
 from rooftile.kernels.gluon.gemm.problem import GROUPS, Problem
-from rooftile.kernels.gluon.gemm.producer import load_operands, load_operands_together
+from rooftile.kernels.gluon.gemm.producer import first_loads, load_operands, load_operands_together
 from rooftile.kernels.gluon.gemm.shares import Shares
 from rooftile.kernels.gluon.tile.cluster import new_cluster_ring
 from rooftile.kernels.gluon.tile.dependent import let_dependents_start
@@ -127,10 +127,13 @@ def matmul_kernel(
     b_at: gl.constexpr,
     passing: gl.constexpr,
     transposed: gl.constexpr,
+    alone: gl.constexpr,
+    in_turn: gl.constexpr,
+    traded: gl.constexpr,
 ):
     """Launched with four warps; the other roles are added here."""
     cluster: gl.constexpr = sharers * across * split
-    joined: gl.constexpr = cluster > 1 or passing or is_odd_width(block_n)
+    joined: gl.constexpr = cluster > 1 or passing or alone or is_odd_width(block_n)
     let_dependents_start()
     prefetch_maps("matmul_kernel", (0, 5, 10))
     problem = Problem(
@@ -163,7 +166,8 @@ def matmul_kernel(
         sharers,
         across,
         split,
-        cluster > 1,
+        joined,
+        in_turn,
         transposed,
         out_unit,
     )
@@ -198,7 +202,11 @@ def matmul_kernel(
             a_at,
             b_at,
             passing,
+            1 if in_turn else GROUPS,
+            traded,
         )
+        # Before others are waited for: arguments that nobody has read yet are as far away as memory.
+        begin, end, whole, more, tile_m, tile_n, first, last = first_loads(problem, shares, ring)
     else:
         ring = new_operand_ring(
             a_desc,
@@ -220,7 +228,10 @@ def matmul_kernel(
         # All warps join the cluster, so there are as many as the launch has: no role of one warp.
         gl.warp_specialize(
             [
-                (load_operands_together, (problem, shares, ring)),
+                (
+                    load_operands_together,
+                    (problem, shares, ring, begin, end, whole, more, tile_m, tile_n, first, last),
+                ),
                 (
                     _multiply,
                     (problem, shares, ring, out_desc, out_tiles, gl.constexpr(0), buffers),

@@ -145,6 +145,8 @@ def choose_plan(
     best = choose(product, machine, itemsize, None, rows, plain, turnable and plain)
     found = best.decomposition
     config = config_of(found.tiling, itemsize)
+    if plain and m > FEW_ROWS:  # few rows may be multiplied by weights that are loaded early
+        config = config.by_itself
     if plain and config.can_pass and is_passing(found, itemsize, rows):
         config = config.passing_on
     return replace(plan_of(config, found, best.seconds), transposed=best.transposed)

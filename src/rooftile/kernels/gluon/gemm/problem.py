@@ -42,5 +42,6 @@ class Problem:
     across: gl.constexpr  # CTAs, side by side, that load a tile's rows together
     split: gl.constexpr  # CTAs of a cluster that share a tile's steps: cluster_sum.py
     joined: gl.constexpr  # all warps of a cluster meet
+    in_turn: gl.constexpr  # the warpgroups take a tile's steps in turn: turns.py
     transposed: gl.constexpr  # columns of a tile are rows of the result
     out_unit: gl.constexpr  # elements of a result that are stored at a time; 0: by the copy engine

@@ -68,41 +68,42 @@ def load_operands(problem, shares, ring, a_desc, b_desc):
 
 
 @gluon.jit
-def load_operands_together(problem, shares, ring):
-    """The same by the CTAs of a cluster, of operands whose contiguous dimension is k.
-
-    What is to be loaded first is known before others are waited for.
-    """
-    fill = first_fill()
-    rank = gl.program_id(0) % problem.sharers
-    beside = gl.program_id(0) // problem.sharers % problem.across
+def first_loads(problem, shares, ring):
+    """What a CTA's producer loads first: its segment, the corner of its tile, and what is left then."""
     if problem.split > 1:
         tile, first, last = shares.part_of_cluster()
-        tile_m, tile_n = shares.corner(tile)
-        row0 = (tile_m * problem.sharers + rank) * problem.block_m
-        column0 = tile_n * problem.block_n
-        join_cluster()
-        await_kernels_before()
-        for i in range(first, last):
-            ring.acquire(fill)
-            ring.load(fill, row0, column0, i * problem.block_k)
-            fill = ring.after(fill)
+        begin, end, whole = 0 * tile, 0 * tile, shares.num_tiles
+        more = tile < shares.num_tiles
     else:
         begin, end, whole = shares.first()
         more = (end > begin) | (whole < shares.num_tiles)
         tile, first, last, end, whole = shares.take(begin, end, whole)
-        tile_m, tile_n = shares.corner(tile)
-        if problem.joined:
-            join_cluster()
-        await_kernels_before()
-        while more:
-            row0 = (tile_m * problem.sharers + rank) * problem.block_m
-            column0 = (tile_n * problem.across + beside) * problem.block_n
-            for i in range(first, last):
-                ring.acquire(fill)
-                ring.load(fill, row0, column0, i * problem.block_k)
-                fill = ring.after(fill)
-            more = (end > begin) | (whole < shares.num_tiles)
+    tile_m, tile_n = shares.corner(tile)
+    if not shares.streamed:
+        ring.now(tile_m ^ tile_n)
+    return begin, end, whole, more, tile_m, tile_n, first, last
+
+
+@gluon.jit
+def load_operands_together(
+    problem, shares, ring, begin, end, whole, more, tile_m, tile_n, first, last
+):
+    """The same by the CTAs of a cluster, of operands whose contiguous dimension is k.
+
+    begin, ...: `first_loads`, which is known before others are waited for.
+    """
+    fill = first_fill()
+    rank = gl.program_id(0) % problem.sharers
+    beside = gl.program_id(0) // problem.sharers % problem.across
+    if problem.joined:
+        join_cluster()
+    await_kernels_before()
+    while more:
+        row0 = (tile_m * problem.sharers + rank) * problem.block_m
+        column0 = (tile_n * problem.across + beside) * problem.block_n
+        fill = ring.load(fill, row0, column0, first, last)
+        more = (end > begin) | (whole < shares.num_tiles)
+        if problem.split == 1:
             tile, first, last, end, whole = shares.take(begin, end, whole)
             tile_m, tile_n = shares.corner(tile)
     ring.drain(fill)

@@ -5,11 +5,11 @@
     at = first_fill()                          at = first_fill()
 
     # producer, of four warps                  # each of the two consumers
-    for i in range(n):                         for i in range(n):
-        ring.acquire(at)                           ring.arrived(at)
-        ring.load(at, row, column, i)              acc = multiply(ring.a(at), ring.whole_b(at), acc)
-        at = ring.after(at)                        acc = wait(0, deps=[acc])
-    ring.drain(at)                                 ring.release(at)
+    at = ring.load(at, row, column, 0, n)      for i in range(n):
+    ring.drain(at)                                 ring.arrived(at)
+                                                   acc = multiply(ring.a(at), ring.whole_b(at), acc)
+                                                   acc = wait(0, deps=[acc])
+                                                   ring.release(at)
                                                    at = ring.after(at)
 
 Both CTAs multiply rows of their own with the same columns at the same time. Each loads its rows and
@@ -29,65 +29,92 @@ from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import Fill
 
 EMPTY = gl.constexpr(256)  # bytes from the first barrier of full stages to the first of empty ones
+UNUSED = gl.constexpr(1020)  # bytes to what nobody reads
 _BARRIER_BYTES = 1024  # as much as keeps what Triton puts after it where swizzles need it
+BARRIER_BYTES = gl.constexpr(_BARRIER_BYTES)
 
 
 @gluon.constexpr_function
-def _start_asm(stages, arrivals, consumers, parts):
-    """Address of the barriers, which are initialised: a few by each of four warps, since the threads of
-    one take turns."""
-    lines = [
-        f".shared .align {_BARRIER_BYTES} .b8 cluster_barriers[{_BARRIER_BYTES}];",
-        "mov.u32 $0, cluster_barriers;",
-        "{ .reg .pred mine; .reg .b32 thread, stage, at; mov.u32 thread, %tid.x;",
-        "and.b32 stage, thread, 31; shl.b32 stage, stage, 2; shr.u32 at, thread, 5;",
-        f"add.u32 stage, stage, at; setp.lt.u32 mine, stage, {stages};",
-        "shl.b32 at, stage, 3; add.u32 at, at, $0;",
-        "@mine mbarrier.init.shared::cta.b64 [at], 1;",
-        f"@mine mbarrier.init.shared::cta.b64 [at+256], {arrivals};",
-    ]
+def _start_asm(stages, arrivals, consumers, parts, traded):
+    """Address of the barriers, which are initialised by one thread, behind a branch: a predicate for each
+    takes ptxas a loop of some 50 clocks each."""
+    counts = {8 * i: 1 for i in range(stages)} | {256 + 8 * i: arrivals for i in range(stages)}
     if parts > 1:  # those of cluster_sum.py
-        lines += ["setp.eq.u32 mine, thread, 0;"]
-        lines += [f"@mine mbarrier.init.shared::cta.b64 [$0+512], {consumers * parts};"]
-        for i in range(consumers):
-            lines += [f"@mine mbarrier.init.shared::cta.b64 [$0+{520 + 8 * i}], 1;"]
-    lines += ["fence.mbarrier_init.release.cluster; }"]
-    return " ".join(lines)
+        counts |= {512: consumers * parts} | {520 + 8 * i: 1 for i in range(consumers)}
+    return " ".join(
+        [
+            f".shared .align {_BARRIER_BYTES} .b8 cluster_barriers[{_BARRIER_BYTES + traded}];",
+            "mov.u32 $0, cluster_barriers;",
+            "{ .reg .pred others; .reg .b32 thread; mov.u32 thread, %tid.x;",
+            "setp.ne.u32 others, thread, 0; @others bra END;",
+            *(f"mbarrier.init.shared::cta.b64 [$0+{at}], {n};" for at, n in counts.items()),
+            "END: fence.mbarrier_init.release.cluster; }",
+        ]
+    )
 
 
 @gluon.constexpr_function
-def _load_asm(kernel, a_map, b_map, size, sharers, across, passing):
-    """$1: full barrier, $2, $3: where the operands go, $4: along K, $5, $6: row and column, $7, $8: bits of
-    the CTAs that get the columns, and the rows."""
+def _load_asm(
+    kernel, a_map, b_map, a_bytes, b_bytes, depth, sharers, across, stages, passing
+):  # fmt: skip
+    """All steps of a tile, by one thread in a loop of its own: what every thread of a warp might do takes
+    ptxas twice as many instructions a copy, and 280 clocks a step.
+
+    $1: the first full barrier, $2, $3: where the operands of the first stage go, $4: along K, $5, $6: row and
+    column, $7, $8: bits of the CTAs that get the columns, and the rows, $9, $10: stage and phase, $11: steps.
+    a_map, b_map: numbers of the kernel's parameters. a_bytes, b_bytes: of a stage. depth: its elements along K.
+    """
     copy = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     hint, policy = (".L2::cache_hint", ", policy") if passing else ("", "")
     together = f"{copy}.multicast::cluster"
     copy_a, a_targets = (together, ", beside") if across > 1 else (copy, "")
     copy_b, targets = (together, ", all") if sharers > 1 else (copy, "")
-    return " ".join(
-        [
-            "{ .reg .pred mine, first; .reg .b32 warp; .reg .b64 map;",
-            "mov.u32 warp, %tid.x; and.b32 warp, warp, 96; setp.eq.u32 first, warp, 0;",
-            "elect.sync _|mine, -1; and.pred mine, mine, first;",
-            ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-            if passing
-            else "",
-            f"@mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};",
-            f"mov.b64 map, {kernel}_param_{a_map}; cvta.param.u64 map, map;",
-            "{ .reg .b16 all, beside;",
-            "cvt.u16.u32 beside, $8;" if across > 1 else "",
-            f"@mine {copy_a}{hint} [$2], [map, {{$4, $5}}], [$1]{a_targets}{policy};",
-            f"mov.b64 map, {kernel}_param_{b_map}; cvta.param.u64 map, map;",
-            "cvt.u16.u32 all, $7;" if sharers > 1 else "",
-            f"@mine {copy_b}{hint} [$3], [map, {{$4, $6}}], [$1]{targets}{policy};",
-            "} } mov.b32 $0, $4;",
-        ]
-    )
+    lines = [
+        "{ .reg .pred mine, first, more, done, last; .reg .b64 a_map, b_map, policy;",
+        ".reg .b32 warp, stage, phase, left, k, full, a, b; .reg .b16 all, beside;",
+        "mov.u32 warp, %tid.x; and.b32 warp, warp, 96; setp.eq.u32 first, warp, 0;",
+        "elect.sync _|mine, -1; and.pred mine, mine, first;",
+        "mov.b32 left, $11; setp.gt.s32 more, left, 0; and.pred mine, mine, more;",
+        f"mov.b64 a_map, {kernel}_param_{a_map}; cvta.param.u64 a_map, a_map;",
+        f"mov.b64 b_map, {kernel}_param_{b_map}; cvta.param.u64 b_map, b_map;",
+        "mov.b32 k, $4; mov.b32 stage, $9; xor.b32 phase, $10, 1;",
+        "shl.b32 full, stage, 3; add.u32 full, full, $1;",
+        f"mad.lo.u32 a, stage, {a_bytes}, $2; mad.lo.u32 b, stage, {b_bytes}, $3;",
+    ]
+    if passing:
+        lines += ["createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"]
+    if across > 1:
+        lines += ["cvt.u16.u32 beside, $8;"]
+    if sharers > 1:
+        lines += ["cvt.u16.u32 all, $7;"]
+    lines += [
+        "@!mine bra END;",
+        "STEP: mbarrier.try_wait.parity.shared::cta.b64 done, [full+256], phase; @!done bra STEP;",
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [full], {a_bytes + b_bytes};",
+        f"{copy_a}{hint} [a], [a_map, {{k, $5}}], [full]{a_targets}{policy};",
+        f"{copy_b}{hint} [b], [b_map, {{k, $6}}], [full]{targets}{policy};",
+        f"add.u32 k, k, {depth}; add.u32 full, full, 8; add.u32 stage, stage, 1;",
+        f"add.u32 a, a, {a_bytes}; add.u32 b, b, {b_bytes}; setp.eq.u32 last, stage, {stages};",
+        "@last mov.u32 a, $2; @last mov.u32 b, $3; @last mov.u32 full, $1;",
+        "@last mov.u32 stage, 0; @last xor.b32 phase, phase, 1;",
+        "sub.s32 left, left, 1; setp.gt.s32 more, left, 0; @more bra STEP;",
+        "END: } mov.b32 $0, $4;",
+    ]
+    return " ".join(lines)
 
 
 _WAIT_ASM = gl.constexpr(
     "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; "
     "@!done bra.uni WAIT; } mov.b32 $0, $2;"
+)
+_ASK_ASM = gl.constexpr(
+    "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [$1], $2; "
+    "selp.b32 $0, 1, 0, done; }"
+)
+_ARRIVED_ASM = gl.constexpr(
+    "{ .reg .pred done; setp.ne.b32 done, $3, 0; @done bra.uni DONE; "
+    "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; @!done bra.uni WAIT; "
+    "DONE: } mov.b32 $0, $2;"
 )
 _JOIN_ASM = gl.constexpr(
     "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
@@ -165,6 +192,20 @@ class ClusterRing:
         return Fill(gl.where(last, 0, at.stage + 1), gl.where(last, at.phase ^ 1, at.phase))
 
     @gluon.jit
+    def after_two(self, at):
+        """The second fill after `at`, of an even number of stages."""
+        last = at.stage >= self.stages - 2
+        return Fill(
+            gl.where(last, at.stage - (self.stages - 2), at.stage + 2),
+            gl.where(last, at.phase ^ 1, at.phase),
+        )
+
+    @gluon.jit
+    def traded(self):
+        """Address of memory that the consumers have for themselves."""
+        return self.barriers + BARRIER_BYTES
+
+    @gluon.jit
     def first_sharer(self):
         """Number in its cluster of the first CTA that loads columns together with this one."""
         return gl.program_id(0) % self.cluster // self.sharers * self.sharers
@@ -173,6 +214,14 @@ class ClusterRing:
     def acquire(self, at):
         """Producer: waits until the stage of this fill is free in all CTAs."""
         wait_at(self.barriers + EMPTY + at.stage * 8, at.phase ^ 1)
+
+    @gluon.jit
+    def now(self, x):
+        """Has x computed before what follows: ptxas moves what it needs to where it needs it."""
+        gl.inline_asm_elementwise(
+            "st.shared.b32 [$2], $1; mov.b32 $0, $1;", "=r,r,r", [x, self.barriers + UNUSED],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @gluon.jit
     def keep(self):
@@ -194,28 +243,36 @@ class ClusterRing:
         return self.tiles + self.b_at + at.stage * (self.columns * self.row_bytes)
 
     @gluon.jit
-    def load(self, at, row, column, k0):
-        """Producer: starts the copies of this CTA's rows, and of its half of the columns to all."""
+    def load(self, at, row, column, first, last):
+        """Producer: copies this CTA's rows, and its half of the columns to all, for steps first .. last - 1 along
+        K, each as soon as its stage is free in all CTAs. Returns the fill after these."""
         rank = gl.program_id(0) % self.sharers
         all_of_them = ((1 << self.sharers) - 1) << self.first_sharer()
         half: gl.constexpr = self.columns // self.sharers
         beside = gl.program_id(0) // self.sharers % self.across
         those_beside = _every(self.across, self.sharers) << rank
         rows: gl.constexpr = self.a_tiles.shape[1] // self.across
-        size: gl.constexpr = (self.a_tiles.shape[1] + self.columns) * self.row_bytes
-        full = self.barriers + at.stage * 8
-        a = self.place_of_a(at) + beside * (rows * self.row_bytes)
-        b = self.place_of_b(at) + rank * (half * self.row_bytes)
+        depth: gl.constexpr = self.a_tiles.shape[2]
+        a = self.tiles + self.a_at + beside * (rows * self.row_bytes)
+        b = self.tiles + self.b_at + rank * (half * self.row_bytes)
+        steps = last - first
         gl.inline_asm_elementwise(
             _load_asm(
-                self.kernel, self.a_map, self.b_map, size, self.sharers, self.across, self.passing
+                self.kernel, self.a_map, self.b_map, self.a_tiles.shape[1] * self.row_bytes,
+                self.columns * self.row_bytes, depth, self.sharers, self.across, self.stages,
+                self.passing,
             ),
-            "=r,r,r,r,r,r,r,r,r",
-            [full, a, b, k0, row + beside * rows, column + rank * half, all_of_them, those_beside],
+            "=r,r,r,r,r,r,r,r,r,r,r,r",
+            [
+                self.barriers, a, b, first * depth, row + beside * rows, column + rank * half,
+                all_of_them, those_beside, at.stage, at.phase, steps,
+            ],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
-        )
+        )  # fmt: skip
+        turns = (at.stage + steps) // self.stages
+        return Fill(at.stage + steps - turns * self.stages, at.phase ^ turns & 1)
 
     @gluon.jit
     def drain(self, at):
@@ -228,6 +285,22 @@ class ClusterRing:
     def arrived(self, at):
         """Consumer: waits until both operands have landed."""
         wait_at(self.barriers + at.stage * 8, at.phase)
+
+    @gluon.jit
+    def is_ready(self, at):
+        """Consumer: 1 where both operands have landed, else 0; asked early, for `arrived_unless`."""
+        return gl.inline_asm_elementwise(
+            _ASK_ASM, "=r,r,r", [self.barriers + at.stage * 8, at.phase], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @gluon.jit
+    def arrived_unless(self, ready, at):
+        """Consumer: waits until both operands have landed, unless that is known."""
+        gl.inline_asm_elementwise(
+            _ARRIVED_ASM, "=r,r,r,r", [self.barriers + at.stage * 8, at.phase, ready],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @gluon.jit
     def a(self, at):
@@ -264,10 +337,12 @@ def new_cluster_ring(
     a_at: gl.constexpr,
     b_at: gl.constexpr,
     passing: gl.constexpr,
+    releasing: gl.constexpr,  # consumers of a CTA that release each stage
+    traded: gl.constexpr,  # bytes, a multiple of 1024, that consumers have for themselves
 ):
     """Allocates the ring and initialises its barriers; `join_cluster` must follow in every role."""
     rows: gl.constexpr = a_desc.block_shape[0] * across
-    releases: gl.constexpr = consumers * (sharers + (across if across > 1 else 0))
+    releases: gl.constexpr = releasing * (sharers + (across if across > 1 else 0))
     parts: gl.constexpr = cluster // (sharers * across)
     depth: gl.constexpr = a_desc.block_shape[1]
     # Where a stage's columns are no power of two, it is several of Triton's tiles, side by side.
@@ -276,7 +351,7 @@ def new_cluster_ring(
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [stages, rows, depth], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [stages * pieces, tile, depth], b_desc.layout)
     barriers = gl.inline_asm_elementwise(
-        _start_asm(stages, releases, consumers, parts), "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        _start_asm(stages, releases, consumers, parts, traded), "=r,r", [gl.program_id(0)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     tiles = gl.inline_asm_elementwise(
