@@ -69,7 +69,7 @@ def test_differential(sizes: Any, shared_keys: bool) -> None:
     boxes |= dict.fromkeys(("k1_64_desc", "k2_64_desc", "v64_desc"), boxes["o_desc"])
     values = kernel.constants(sizes, False, True, False, True, shared_keys)
     code = compiled(kernel.differential_kernel, boxes, values)
-    check(code, sizes.block // 2, most_spills=0 if sizes.k_dim < sizes.v_dim else 8)
+    check(code, sizes.block // 2, most_spills=0 if sizes.k_dim < sizes.v_dim else 12)
     # The second output is in shared memory before the first warpgroup is told so.
     names = [x.name for x in code.instructions]
     written = next(i for i, name in enumerate(names) if name.startswith("STSM"))
@@ -88,7 +88,7 @@ def test_dual_chunks(sizes: Any) -> None:
     values = dual_chunk.constants(sizes, True, False)
     code = compiled(dual_chunk.dual_chunk_kernel, boxes, values)
     # What a second pass needs is put aside, but not in the loops.
-    check(code, 64, most_spills=16 if sizes.anchored else 0)
+    check(code, 64, most_spills=28 if sizes.anchored else 0)
     loops = [x for x in code.product_loops() if x.overlapped_exponentials() >= 64]
     spilled = [i for loop in loops for i in loop.body if i.name.startswith(("LDL", "STL"))]
     assert spilled == []

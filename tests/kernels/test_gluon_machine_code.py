@@ -158,7 +158,7 @@ def check_loops(code: MachineCode, config: Config, spills: int | None = None) ->
     # A second pass, and all options at once, take registers from what is alive across a tile, a few
     # accesses each; the loops over keys have none.
     if spills is None:
-        spills = 100 if config.anchored else 8 if config.dim == 256 else 0
+        spills = 100 if config.anchored else 12
     assert code.spills() <= spills
     loops = [loop for loop in code.product_loops() if not loop.count("UTMALDG")]
     assert len(loops) >= config.groups
@@ -195,6 +195,14 @@ def test_head_dims_between_powers_of_two(name: str, dims: tuple[int, int], steps
         if exponentials <= loop.count("MUFU.EX2") < exponentials + 4
     ]
     assert counts[:2] == [steps, steps]
+
+
+def test_what_consumers_call_is_translated_once() -> None:
+    """Python's part of a first call: a third of it where each warpgroup has functions of its own."""
+    functions = [name.rsplit(".", 1)[1] for name in compiled("128 anchored", CAUSAL).functions]
+    assert functions.count("attend") == 2  # which only says who it is
+    for name in ("_attend", "attend_overlapped", "next_block", "attend_again", "_write_tile"):
+        assert functions.count(name) == 1, name
 
 
 @pytest.mark.parametrize("name", ["64 drawn", "128"])

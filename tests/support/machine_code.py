@@ -61,7 +61,8 @@ def compile_for_hopper(
     options = {"num_warps": num_warps, "maxnreg": most_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     code = _disassemble(compiled.asm["cubin"])
-    result = MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"])
+    functions = re.findall(r'func private @"?([\w.]+?)__', compiled.asm["source"])
+    result = MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"], functions)
     assert not result.told_too_early(), result.told_too_early()
     return result
 
@@ -160,6 +161,7 @@ class MachineCode:
     instructions: list[Instruction] = field(repr=False)
     shared_bytes: int
     ptx: str = field(default="", repr=False)
+    functions: list[str] = field(default_factory=list, repr=False)  # one for each translation
 
     def count(self, prefix: str) -> int:
         """How many instructions have a name that begins so."""

@@ -7,6 +7,7 @@ module needs Triton, not a GPU.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import triton
@@ -27,6 +28,7 @@ __all__ = [
     "tma_load",
     "tma_store",
     "tma_store_wait",
+    "warp_specialize",
 ]
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -54,6 +56,41 @@ if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 # Waits until at most n stores of this thread still have to read their shared memory.
 tma_store_wait = tma.store_wait
+
+
+def _with_shared_functions(specialize: Any) -> Any:
+    """`gl.warp_specialize`, whose default role shares what it calls with workers of as many warps.
+
+    Triton translates a function once for each number of warps, which it knows of workers only: what the
+    default role calls was translated again for them, a quarter of a kernel's translation.
+    """
+    if "_generator" not in inspect.signature(specialize).parameters:
+        return specialize
+    from triton.experimental.gluon.language._semantic import GluonCallerContext
+
+    @wraps(specialize)  # Triton's mark of what is built in comes along
+    def warp_specialize(
+        functions_and_args: Any,
+        worker_num_warps: Any,
+        worker_num_regs: Any,
+        _semantic: Any = None,
+        _generator: Any = None,
+    ) -> Any:
+        before = _generator.caller_context
+        warps = _generator.builder.options.num_warps
+        _generator.caller_context = before or GluonCallerContext(num_warps=warps)
+        result = specialize(
+            *(functions_and_args, worker_num_warps, worker_num_regs),
+            _semantic=_semantic,
+            _generator=_generator,
+        )
+        _generator.caller_context = before
+        return result
+
+    return warp_specialize
+
+
+warp_specialize = _with_shared_functions(gl.warp_specialize)
 
 
 def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1) -> None:

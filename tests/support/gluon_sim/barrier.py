@@ -45,6 +45,10 @@ class MBarrier:
                 tile.poison()
 
 
+class MBarrierLayout:
+    """Of memory that barriers lie in."""
+
+
 class MBarriers:
     """[n, 1] barriers in shared memory."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.gluon_sim import cluster, copies, machine, packed
+from tests.support.gluon_sim.barrier import MBarrierLayout
 from tests.support.gluon_sim.errors import SimulationError
 from tests.support.gluon_sim.memory import Descriptor, SharedTile, Tile, tile
 
@@ -95,9 +96,9 @@ def map_elementwise(function: Callable[..., Any], *args: Tensor, pack: int = 1) 
 
 def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     """The few instruction sequences that the tile layer uses."""
-    found = re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+); mov\.b32 \$0, \$1;", asm)
+    found = re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.b32 \$0, \$1;", asm)
     if found:
-        machine.named_barrier(found[1], int(found[2]), int(found[3]))
+        machine.named_barrier(found[1], int(args[0]), int(found[2]))
         return args[0]
     if asm == "lg2.approx.ftz.f32 $0, $1;":
         return args[0].log2()
@@ -126,6 +127,10 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
             return tuple(tile((code - less).to(torch.bfloat16)) for code in codes)
         word, scale = torch.broadcast_tensors(*(x.as_subclass(Tensor) for x in args))
         return tuple(tile((((word >> s) & 15) - 8).to(scale.dtype) * scale) for s in shifts)
+    if "@out mov.f32" in asm:
+        return _hidden(asm, *args)
+    if "[own+" in asm:
+        return _held(asm, *args)
     if "shf.r.wrap.b32" in asm:
         return _shifted(*(x.as_subclass(Tensor) for x in args))
     for known in (packed, cluster):
@@ -133,6 +138,43 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         if answer is not None:
             return answer
     raise SimulationError(f"the simulator does not know the assembly {asm!r}")
+
+
+def _hidden(asm: str, s: Tensor, column: Tensor, last: Tensor, first: Any = None) -> Tile:
+    """Scores [rows, columns] whose column is within the limits of its row, the others at -inf.
+
+    Which columns the assembly takes a thread's scores for is what is simulated: those of lane 0 in
+    the order of an accumulator's registers, two of every eight, of two rows.
+    """
+    count = s.shape[1] // 2
+    columns = [int(x) for x in re.findall(r"setp\.lt\.s32 out, last\d, (\d+);", asm)]
+    halves = [int(x) for x in re.findall(r"setp\.lt\.s32 out, last(\d), \d+;", asm)]
+    of_registers = [(i // 2 % 2, i // 4 * 8 + i % 2) for i in range(count)]
+    if list(zip(halves, columns, strict=True)) != of_registers:
+        raise SimulationError("a mask takes scores for those of other columns")
+    if ("setp.gt.or.s32" in asm) != (first is not None):
+        raise SimulationError("a mask has a first column for each row, or none")
+    column = column.as_subclass(Tensor)
+    seen = column <= last.as_subclass(Tensor)
+    if first is not None:
+        seen = seen & (column >= first.as_subclass(Tensor))
+    return tile(torch.where(seen, s.as_subclass(Tensor), -torch.inf))
+
+
+def _held(asm: str, acc: Tensor, *others: Any) -> Any:
+    """An accumulator [64, columns] to memory, or from there: eight columns of all rows at a time."""
+    rows, columns = acc.shape
+    column = torch.arange(columns)
+    at = others[-1] + (column // 8 * rows * 8 + column % 8)  # from where each row begins
+    offsets = [int(x) for x in re.findall(r"own\+(\d+)\]", asm)]
+    pairs = [(i // 2 % 2 * 8, i // 4 * 8) for i in range(0, columns // 2, 2)]  # of lane 0
+    if offsets != [4 * (c * rows + r * 8) for r, c in pairs]:
+        raise SimulationError("an accumulator's values lie elsewhere")
+    if "st.global" in asm:
+        return machine.store(at, acc)
+    shrink, weight = (x.as_subclass(Tensor) for x in others[:2])
+    held = machine.load(at).as_subclass(Tensor)
+    return tile(acc.as_subclass(Tensor) * shrink + held * weight)
 
 
 def _shifted(low: Tensor, high: Tensor, shift: Tensor) -> Tile:
@@ -239,7 +281,7 @@ def modules() -> dict[str, ModuleType]:
     )
     mbarrier = _module(
         "mbarrier",
-        MBarrierLayout=Layout,
+        MBarrierLayout=MBarrierLayout,
         init=lambda barrier, count: barrier.init(count),
         wait=machine.mbarrier_wait,
         expect=machine.mbarrier_expect,

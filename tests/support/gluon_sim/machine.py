@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.gluon_sim.barrier import MBarrier, MBarriers, NamedBarrier
+from tests.support.gluon_sim.barrier import MBarrier, MBarrierLayout, MBarriers, NamedBarrier
 from tests.support.gluon_sim.errors import SimulationError
 from tests.support.gluon_sim.memory import (
     Descriptor,
@@ -169,7 +169,7 @@ def warp_specialize(
 
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     cta = role().cta
-    if dtype == torch.int64:
+    if isinstance(layout, MBarrierLayout):
         return MBarriers(f"barrier {len(cta.shared)}", shape[0])
     shape = [int(n) for n in shape]
     memory = SharedTile(

@@ -81,7 +81,8 @@ class SharedTile:
             return self._with_what_follows(shape[0])
         if dtype != self.dtype or math.prod(shape) != self.data.numel():
             raise SimulationError(f"{self.dtype} {self.shape} seen as {dtype} {list(shape)}")
-        if shape[-1] == self.shape[-1]:  # boxes of whole rows, one after the other
+        # As a vector, or boxes of whole rows, one after the other.
+        if len(shape) == 1 or shape[-1] == self.shape[-1]:
             return self.reshape(shape)
         return Boxes(self, list(shape[1:]))
 

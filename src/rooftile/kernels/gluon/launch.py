@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.kernels.gluon.first_call import sooner
 from rooftile.kernels.triton_version import BareKernel, TensorDescriptor, bare_kernel, relaunch
 
 _MOST_DESCRIBED = 128  # sets of addresses whose tensor maps are kept
@@ -171,9 +172,14 @@ class Launch:
             run = self._kernel[(self._ctas,)]
             if later and self._index is not None:
                 run = partial(self._kernel.run, grid=(self._ctas,), warmup=True)
-            compiled = run(
-                *descriptors, *pointers, *self._numbers, **dict(self._constants), **self._options
-            )
+            with sooner(self._kernel):
+                compiled = run(
+                    *descriptors,
+                    *pointers,
+                    *self._numbers,
+                    **dict(self._constants),
+                    **self._options,
+                )
             if compiled is None:  # the simulator compiles nothing
                 return
             _compiled[self._key] = compiled

@@ -75,7 +75,7 @@ def next_block(
     high,
     offset,
     kv_len,
-    group: gl.constexpr,
+    group,  # of the consumers, which take turns
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
     slope=None,  # of the head's ALiBi in log2 units, None: it has none
@@ -114,15 +114,15 @@ def next_block(
         if careful:
             if spared:
                 if (n < low) | (n >= high):
-                    s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                    s = hide(problem, s, rows, n * block, offset, kv_len)
             else:
-                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                s = hide(problem, s, rows, n * block, offset, kv_len)
             alpha, softmax = softmax.anchor(s, factor)
         p, softmax = softmax.weigh(s, factor, problem.software_share)
     else:
         # Only the first block, which is not this one, can run over the end of the keys.
         if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
-            s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+            s = hide(problem, s, rows, n * block, offset, kv_len)
         p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
@@ -182,7 +182,7 @@ def attend_overlapped(
     row0,
     slope,
     dtype: gl.constexpr,
-    group: gl.constexpr,
+    group,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
     sequence=0,
@@ -217,7 +217,7 @@ def attend_overlapped(
         s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
     if (last < low) | (last >= high):
-        s = hide(problem, s, rows, last * block + columns, offset, kv_len)
+        s = hide(problem, s, rows, last * block, offset, kv_len)
     p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
     o = zero_output(v_dim, problem.v_used)
@@ -320,15 +320,15 @@ def attend_in_order(
             if (n < low) | (n >= anchor):
                 if spared:
                     if (n < low) | (n >= high):
-                        s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                        s = hide(problem, s, rows, n * block, offset, kv_len)
                 else:
-                    s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                    s = hide(problem, s, rows, n * block, offset, kv_len)
                 alpha, softmax = softmax.anchor(s, factor)
                 o = scale_output(o, alpha, v_dim, problem.v_used, False)
             p, softmax = softmax.weigh(s, factor, problem.software_share)
         else:
             if (n < low) | (n >= high):
-                s = hide(problem, s, rows, n * block + columns, offset, kv_len)
+                s = hide(problem, s, rows, n * block, offset, kv_len)
             p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
             o = scale_output(o, alpha, v_dim, problem.v_used, problem.lazy)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
@@ -437,7 +437,7 @@ def attend(
     k_again_desc,  # of keys and of values, for a second pass over a tile
     v_again_desc,
     landed,  # [groups, 1] barriers of that pass
-    said,  # [groups * 4 or more] int32: whether a warp has rows that are to be computed again
+    said,  # [groups, 4] int32: whether a warp has rows that are to be computed again
     q_ring,
     k_ring,
     v_ring,
@@ -445,6 +445,44 @@ def attend(
     group: gl.constexpr,
 ):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
+    start_turns(group, problem.turns)
+    # As a number of the kernel's, so that what follows is translated once for all groups, which is the
+    # largest part of what Python does for a kernel; the compiler knows its value again in each.
+    _attend(
+        problem,
+        shares,
+        with_lse,
+        queue,
+        o_desc,
+        k_again_desc,
+        v_again_desc,
+        landed,
+        said,
+        q_ring,
+        k_ring,
+        v_ring,
+        o_tiles,
+        gl.to_tensor(group),
+    )
+
+
+@gluon.jit
+def _attend(
+    problem,
+    shares,
+    with_lse,
+    queue,
+    o_desc,
+    k_again_desc,
+    v_again_desc,
+    landed,
+    said,
+    q_ring,
+    k_ring,
+    v_ring,
+    o_tiles,
+    group,
+):
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
     dtype: gl.constexpr = o_desc.dtype
@@ -452,7 +490,6 @@ def attend(
     O: gl.constexpr = output_layout(v_dim, problem.v_used)  # noqa: E741
     columns = gl.arange(0, block, columns_of(S))
 
-    start_turns(group, problem.turns)
     q_turn = first_fill()
     fill = first_fill()
     slot = first_fill()
@@ -571,7 +608,7 @@ def attend(
         late: gl.constexpr = problem.anchored and problem.own_output and not shares.split
         if late:
             bad = gl.where(softmax.total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
-            said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int32))
+            said.index(group).store(gl.max(bad, 1).to(gl.int32))
         elif problem.anchored:
             # Also where it is NaN: infinity that a later rescaling multiplied with 0.
             too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
@@ -625,7 +662,7 @@ def attend(
             if late:
                 warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
                 gl.thread_barrier()
-                if gl.max(said.slice(4 * group, 4, 0).load(warps), 0) > 0:
+                if gl.max(said.index(group).load(warps), 0) > 0:
                     o, softmax = _once_more(
                         problem,
                         shares,

@@ -26,6 +26,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import allocate_ring
 from rooftile.kernels.gluon.tile.schedule import allocate_queue
+from rooftile.kernels.triton_version import warp_specialize
 
 _UNSPECIALISED = [
     "lse",
@@ -148,8 +149,7 @@ def attention_kernel(
     first_drawn = gl.num_programs(0) * gl.maximum(rounds, 1)
     fields: gl.constexpr = FIELDS_OF_PARTS if split else FIELDS
     queue = allocate_queue(entries + 1, first_drawn, fields, dynamic, by_threads)
-    warps: gl.constexpr = 16 if groups > 2 else 8  # of consumers, and a power of two
-    said = gl.allocate_shared_memory(gl.int32, [warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    said = gl.allocate_shared_memory(gl.int32, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Stage by stage: Triton has all warps meet between two barriers of one allocation.
     for i in gl.static_range(6):
         q_ring.start(i, 1)
@@ -224,7 +224,7 @@ def attention_kernel(
     fence_async_shared()
     # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
     if groups == 1:
-        gl.warp_specialize(
+        warp_specialize(
             [
                 (
                     attend,
@@ -254,7 +254,7 @@ def attention_kernel(
             [producer_registers],
         )
     elif groups == 2:
-        gl.warp_specialize(
+        warp_specialize(
             [
                 (
                     attend,
@@ -303,7 +303,7 @@ def attention_kernel(
             [consumer_registers, producer_registers],
         )
     else:
-        gl.warp_specialize(
+        warp_specialize(
             [
                 (
                     attend,

@@ -108,7 +108,7 @@ class Problem:
             return batch, head % self.num_heads, row0, 0, self.q_len, 0, self.kv_len
 
     @gluon.jit
-    def q_fill(self, turn, group: gl.constexpr):
+    def q_fill(self, turn, group):
         """The fill of the Q ring for a warpgroup; each has one stage of its own, or two."""
         return Fill(turn.stage * self.groups + group, turn.phase)
 

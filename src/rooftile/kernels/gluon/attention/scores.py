@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.tile.mask import visible
+from rooftile.kernels.gluon.tile import mask
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.softmax import (
     LN_2,
@@ -83,11 +83,12 @@ def _by_distance(s, factor, slope, positions, columns):
 
 
 @gluon.jit
-def hide(problem, s, rows, columns, offset, kv_len):
-    """Scores with what a query does not see at -inf."""
-    seen = visible(
+def hide(problem, s, rows, key0, offset, kv_len):
+    """Scores with what a query does not see at -inf; key0: of the first column."""
+    return mask.hide(
+        s,
         rows,
-        columns,
+        key0,
         offset,
         kv_len,
         problem.left,
@@ -95,4 +96,3 @@ def hide(problem, s, rows, columns, offset, kv_len):
         problem.has_left,
         problem.has_right,
     )
-    return gl.where(seen, s, float("-inf"))

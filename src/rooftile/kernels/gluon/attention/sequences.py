@@ -33,24 +33,29 @@ def start_sequences(
     tile_rows: gl.constexpr,
     most: gl.constexpr,
 ):
-    """Writes which tile of a head is the first of each sequence, those with more keys first, and
-    returns the number of tiles, less than NO_TILES, which stands for a sequence without any. For four
-    warps."""
+    """Writes which tile of a head is the first of each sequence, those with more keys first (to within
+    `most`), and returns the number of tiles, less than NO_TILES, which stands for a sequence without any.
+    For four warps."""
     L: gl.constexpr = gl.BlockedLayout([1, _AT_A_TIME], [32, 1], [4, 1], [1, 0])
     i = gl.arange(0, most, gl.SliceLayout(1, L))
     keys = gl.where(i < batch, _lengths(cu_seqlens_k, i, batch, 0), -1)
     tiles = (_lengths(cu_seqlens_q, i, batch, tokens) + (tile_rows - 1)) // tile_rows
     tiles = gl.where(i <= batch, tiles, 0)
-    mine, number = gl.expand_dims(keys, 1), gl.expand_dims(i, 1)
+    # The higher, the earlier; of about as many keys, the first. No two are equal.
+    place = (keys // most) * most + (most - 1 - i)
+    # All threads see all of them through shared memory.
+    shape: gl.constexpr = [most // _AT_A_TIME, _AT_A_TIME]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    places = gl.allocate_shared_memory(gl.int32, shape, plain)
+    counts = gl.allocate_shared_memory(gl.int16, shape, plain)
+    places._reinterpret(gl.int32, [most], plain).store(place)
+    counts._reinterpret(gl.int16, [most], plain).store(tiles.to(gl.int16))
+    mine = gl.expand_dims(place, 1)
     start = gl.full([most], 0, gl.int32, gl.SliceLayout(1, L))
-    for first in range(0, batch + 1, _AT_A_TIME):
-        j = first + gl.arange(0, _AT_A_TIME, gl.SliceLayout(0, L))
-        theirs = gl.where(j < batch, _lengths(cu_seqlens_k, j, batch, 0), -1)
-        others = (_lengths(cu_seqlens_q, j, batch, tokens) + (tile_rows - 1)) // tile_rows
-        others = gl.expand_dims(gl.where(j <= batch, others, 0), 0)
-        other = gl.expand_dims(theirs, 0)
-        before = (other > mine) | ((other == mine) & (gl.expand_dims(j, 0) < number))
-        start += gl.sum(gl.where(before, others, 0), 1)
+    for n in range(batch // _AT_A_TIME + 1):
+        other = gl.expand_dims(places.index(n).load(gl.SliceLayout(0, L)), 0)
+        others = counts.index(n).load(gl.SliceLayout(0, L)).to(gl.int32)
+        start += gl.sum(gl.where(other > mine, gl.expand_dims(others, 0), 0), 1)
     starts.store(gl.where(tiles > 0, start, NO_TILES).to(gl.int16))
     total = gl.sum(tiles, 0)
     # It lies where Triton writes what roles are told; all warps read it before one of them does.

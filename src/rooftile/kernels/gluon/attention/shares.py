@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.tile.halves import left_columns, output_layout
+from rooftile.kernels.gluon.tile.held import add_held, store_held
 from rooftile.kernels.gluon.tile.mma import (
     GROUP_ROWS,
     accumulator_layout,
-    columns_of,
     rows_of,
 )
 from rooftile.kernels.gluon.tile.record import record
@@ -55,15 +55,15 @@ class Shares:
         return self.word(place, PART) == self.word(place, FIRST_PART)
 
     @gluon.jit
-    def rows_of_part(self, part, group: gl.constexpr):
-        """Pointers to the lse and the output of a warpgroup's first row."""
+    def rows_of_part(self, part, group):
+        """Pointers to the lse of a warpgroup's first row, and to its output, see tile/held.py."""
         rows: gl.constexpr = GROUP_ROWS * self.groups
         begin = self.parts + gl.cast(part, gl.int64) * (rows * (1 + self.columns))
         values = begin + (rows + group * GROUP_ROWS * self.columns)
         return begin + group * GROUP_ROWS, values
 
     @gluon.jit
-    def is_last(self, cut_tile, parts, group: gl.constexpr):
+    def is_last(self, cut_tile, parts, group):
         """Counts a part of this warpgroup, which has been stored; whether it was the last."""
         gl.thread_barrier()
         counter = self.arrived + cut_tile * self.groups + group
@@ -81,39 +81,28 @@ def is_one_sequence(cu_seqlens_q, cu_seqlens_k, tokens, keys):
 
 
 @gluon.jit
-def _store(values, o, first_column: gl.constexpr, stride: gl.constexpr):
-    layout: gl.constexpr = accumulator_layout(o.shape[1])
-    row = gl.expand_dims(gl.arange(0, GROUP_ROWS, rows_of(layout)), 1)
-    column = gl.expand_dims(first_column + gl.arange(0, o.shape[1], columns_of(layout)), 0)
-    gl.store(gl.multiple_of(values + row * stride + column, [1, 16]), o)
-
-
-@gluon.jit
 def _joined(
     shares,
     first,
     parts,
-    group: gl.constexpr,
+    group,
     first_column: gl.constexpr,
     columns: gl.constexpr,
 ):
     """Columns of the output, normalised, and the lse of a warpgroup's rows, from all parts."""
     layout: gl.constexpr = accumulator_layout(columns)
     rows = gl.arange(0, GROUP_ROWS, rows_of(layout))
-    row = gl.expand_dims(rows, 1)
-    column = gl.expand_dims(first_column + gl.arange(0, columns, columns_of(layout)), 0)
     maximum = gl.full([GROUP_ROWS], NO_MAXIMUM, gl.float32, rows_of(layout))
     total = gl.full([GROUP_ROWS], 0.0, gl.float32, rows_of(layout))
     acc = gl.zeros([GROUP_ROWS, columns], gl.float32, layout)
     for i in range(parts):
         lse, values = shares.rows_of_part(first + i, group)
         log = gl.load(lse + rows) * LOG2_E
-        value = gl.load(gl.multiple_of(values + row * shares.columns + column, [1, 16]))
         highest = gl.maximum(maximum, log)
         shrink = gl.exp2(maximum - highest)
         weight = gl.exp2(log - highest)
         total = total * shrink + weight
-        acc = acc * gl.expand_dims(shrink, 1) + value * gl.expand_dims(weight, 1)
+        acc = add_held(acc, shrink, weight, values + first_column * GROUP_ROWS)
         maximum = highest
     visible = total != 0.0
     acc = acc * gl.expand_dims(1.0 / gl.where(visible, total, 1.0), 1)
@@ -126,7 +115,7 @@ def finish_item(
     place,
     o,  # [64, used] float32, normalised, see tile/halves.py
     lse,  # [64]
-    group: gl.constexpr,
+    group,
     used: gl.constexpr,
     of_scores: gl.constexpr,  # layout of lse
 ):
@@ -143,10 +132,10 @@ def finish_item(
         to_rows = to_lse + gl.arange(0, GROUP_ROWS, of_lse)
         gl.store(to_rows, gl.convert_layout(lse, of_lse))
         if used > left:
-            _store(values, o[0], 0, shares.columns)
-            _store(values, o[1], left, shares.columns)
+            store_held(values, o[0])
+            store_held(values + left * GROUP_ROWS, o[1])
         else:
-            _store(values, o, 0, shares.columns)
+            store_held(values, o)
         complete = shares.is_last(cut_tile, parts, group)
         if complete:
             if used > left:

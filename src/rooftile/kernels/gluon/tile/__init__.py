@@ -8,7 +8,8 @@
 | `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
 | `multiply_used`, `add_output` | halves.py | products over half or three quarters of a tile's columns |
 | `OnlineSoftmax` | softmax.py | running or anchored row maximum, sum, lazy rescaling, software exp2 |
-| `visible`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
+| `visible`, `hide`, `key_range`, `whole_range` | mask.py | causal and windowed visibility, and the keys a tile has to visit |
+| `store_held`, `add_held` | held.py | accumulators in global memory, for other warpgroups |
 | `describe_matrix` | matrix.py | tiles of a matrix |
 | `let_dependents_start`, `await_kernels_before` | dependent.py | a kernel under the end of another |
 | `prefetch_maps` | maps.py | tensor maps fetched before they are needed |

@@ -17,26 +17,22 @@ Every warpgroup takes the same number of turns. The barriers are the hardware's 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-FIRST_NAMED_BARRIER = 8
+FIRST_NAMED_BARRIER = gl.constexpr(8)
 THREADS_OF_TWO_WARPGROUPS = 256
 
 
 @gluon.constexpr_function
-def _barrier_asm(kind, number):
-    return f"bar.{kind} {number}, {THREADS_OF_TWO_WARPGROUPS}; mov.b32 $0, $1;"
-
-
-@gluon.constexpr_function
-def _barrier_of(group, groups):
-    return FIRST_NAMED_BARRIER + group % groups
+def _barrier_asm(kind):
+    return f"bar.{kind} $1, {THREADS_OF_TWO_WARPGROUPS}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def _barrier(kind: gl.constexpr, number: gl.constexpr):
+def _barrier(kind: gl.constexpr, group, groups: gl.constexpr):
+    """The barrier of a group's turn; where `group` is a constant, so is the instruction's number."""
     gl.inline_asm_elementwise(
-        _barrier_asm(kind, number),
+        _barrier_asm(kind),
         "=r,r",
-        [gl.program_id(0)],  # the instruction needs an operand; its value does not matter
+        [gl.to_tensor(FIRST_NAMED_BARRIER + group % groups)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -47,24 +43,24 @@ def _barrier(kind: gl.constexpr, number: gl.constexpr):
 def start_turns(group: gl.constexpr, groups: gl.constexpr):
     """Gives the first turn to group 0."""
     if groups > 1 and group == groups - 1:
-        _barrier("arrive", _barrier_of(0, groups))
+        _barrier("arrive", 0, groups)
 
 
 @gluon.jit
-def take_turn(group: gl.constexpr, groups: gl.constexpr):
+def take_turn(group, groups: gl.constexpr):
     """Waits until the group before this one has passed the turn on."""
     if groups > 1:
-        _barrier("sync", _barrier_of(group, groups))
+        _barrier("sync", group, groups)
 
 
 @gluon.jit
-def pass_turn(group: gl.constexpr, groups: gl.constexpr):
+def pass_turn(group, groups: gl.constexpr):
     """Gives the turn to the next group, without waiting."""
     if groups > 1:
-        _barrier("arrive", _barrier_of(group + 1, groups))
+        _barrier("arrive", group + 1, groups)
 
 
 @gluon.jit
 def meet():
     """Two warpgroups wait for each other."""
-    _barrier("sync", _barrier_of(0, 1))
+    _barrier("sync", 0, 1)

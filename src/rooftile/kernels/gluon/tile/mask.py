@@ -4,8 +4,7 @@
     low, high = whole_range(row0, offset, kv_len, left, right, 128, 128, True, True)
     for n in range(first, first + blocks):
         if (n < low) | (n >= high):
-            seen = visible(rows, n * 128 + columns, offset, kv_len, left, right, True, True)
-            s = gl.where(seen, s, float("-inf"))
+            s = hide(s, rows, n * 128, offset, kv_len, left, right, True, True)
 
 Query i stands at position i + offset, offset = kv_len - q_len, and sees key j iff
 position - left <= j <= position + right. `has_left` and `has_right` are known at compile time and
@@ -15,6 +14,8 @@ leave out the side that is unbounded; causal is right = 0.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from rooftile.kernels.gluon.tile.mma import accumulator_layout, columns_of
 
 
 @gluon.jit
@@ -57,6 +58,72 @@ def visible(
     if has_left:
         seen = seen & (column >= gl.expand_dims(position - left, 1))
     return seen
+
+
+@gluon.constexpr_function
+def _hide_asm(count, has_left):
+    """-inf for those of a thread's scores whose column is beyond the last of its row, or before the first.
+
+    Of each eight columns a thread has two, of two rows; in which order: see `accumulator_layout`.
+    """
+    columns = (
+        2 * count
+    )  # operands: results, scores, columns, a last column for each and a first one
+    lines = [".reg .pred out;", ".reg .s32 last<2>, first<2>;"]
+    for half in range(2):
+        lines.append(f"sub.s32 last{half}, ${columns + count + 2 * half}, ${columns};")
+        if has_left:
+            lines.append(f"sub.s32 first{half}, ${columns + 2 * count + 2 * half}, ${columns};")
+    for i in range(count):
+        half, column = i // 2 % 2, i // 4 * 8 + i % 2
+        lines.append(f"setp.lt.s32 out, last{half}, {column};")
+        if has_left:
+            lines.append(f"setp.gt.or.s32 out, first{half}, {column}, out;")
+        lines.append(f"@out mov.f32 ${i}, 0fFF800000;")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _hide_constraints(count, has_left):
+    tied = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + tied + ["r"] * (count * (3 if has_left else 2)))
+
+
+@gluon.jit
+def hide(
+    s,  # [64, columns] float32, an accumulator of one warpgroup
+    rows,  # [64], queries
+    key0,  # of the first column
+    offset,
+    kv_len,
+    left,
+    right,
+    has_left: gl.constexpr,
+    has_right: gl.constexpr,
+):
+    """Scores with what a query does not see at -inf.
+
+    One piece of assembly for all of a thread's scores: written as comparisons of tensors, masks were a
+    tenth of what a kernel takes to compile, most of it in LLVM's search for vectors.
+    """
+    count: gl.constexpr = s.shape[1] // 2  # of a thread
+    layout: gl.constexpr = columns_of(accumulator_layout(s.shape[1]))
+    columns = gl.expand_dims(gl.arange(0, s.shape[1], layout), 0)
+    position = rows + offset
+    if has_right:
+        last = gl.minimum(position + right, kv_len - 1) - key0
+    else:
+        last = position * 0 + (kv_len - 1 - key0)
+    last = gl.expand_dims(last, 1)
+    first = gl.expand_dims(position - left - key0, 1) if has_left else None
+    return gl.inline_asm_elementwise(
+        _hide_asm(count, has_left),
+        _hide_constraints(count, has_left),
+        (s, columns, last, first) if has_left else (s, columns, last),
+        dtype=gl.float32,
+        is_pure=True,
+        pack=count,
+    )
 
 
 @gluon.jit

@@ -1,0 +1,72 @@
+"""A kernel's first call, sooner: work beside Triton's compiler instead of before and after it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+
+from rooftile.kernels.triton_version import TRITON_VERSION
+
+
+@contextmanager
+def sooner(kernel: Any) -> Iterator[None]:
+    """Inside, what a call of `kernel` compiles takes less time.
+
+    Python's garbage collector pauses: Triton makes objects by the million while it translates a kernel,
+    and each of the collections that follow walks all that a process has, for a tenth of a second where
+    torch is loaded. And the C code that launches the kernel is built meanwhile, by another thread.
+    """
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        if TRITON_VERSION == (3, 6) and hasattr(kernel, "device_caches"):  # not in the simulator
+            driver = triton.runtime.driver.active
+            kernel.device_caches[driver.get_current_device()]  # sets what it compiles with
+            if not hasattr(kernel.compile, "__wrapped__"):
+                kernel.compile = _with_launcher_beside(kernel.compile)
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
+def _with_launcher_beside(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compile_)
+    def compile_both(src: Any, *args: Any, **options: Any) -> Any:
+        launcher = Thread(target=_build_launcher, args=(src,))
+        launcher.start()
+        try:
+            return compile_(src, *args, **options)
+        finally:
+            launcher.join()
+
+    return compile_both
+
+
+def _build_launcher(src: Any) -> None:
+    """Into Triton's cache, where Triton finds it by its text, which depends on the arguments alone."""
+    build = getattr(triton.runtime.driver.active, "launcher_cls", None)
+    if build is None:  # nothing is launched, see offline.py
+        return
+    with suppress(Exception):  # which Triton meets again where it is told to somebody
+        descriptors = sum(str(kind).startswith("tensordesc") for kind in src.signature.values())
+        build(src, SimpleNamespace(tensordesc_meta=[True] * descriptors, **_NOTHING))
+
+
+# What else a launcher is told of its kernel.
+_NOTHING = {
+    "num_ctas": 1,
+    "global_scratch_size": 0,
+    "global_scratch_align": 1,
+    "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+}
