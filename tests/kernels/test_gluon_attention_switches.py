@@ -94,6 +94,33 @@ def test_consumers_that_know_their_next_tile_early_or_release_by_threads(
     check_dense(q, k, v, None, *window, 0.0, config.dim**-0.5, seed=seed, config=config)
 
 
+@settings(max_examples=25)
+@given(
+    config=st.sampled_from(
+        [CONFIG.CAUSAL_64, CONFIG.DRAWN_64, CONFIG.PLAIN_128, CONFIG.SHORT_128, CONFIG.DRAWN_128]
+    ),
+    lengths=st.sampled_from([(1, 1), (65, 128), (256, 256), (300, 300), (200, 420), (520, 250)]),
+    batch=st.integers(1, 2),
+    heads=st.sampled_from([(1, 1), (3, 1), (2, 2), (6, 3)]),
+    window=st.sampled_from(WINDOWS),
+    seed=st.integers(0, 2**31),
+)
+def test_a_first_tile_that_is_loaded_before_there_are_roles(
+    config: Any, lengths: tuple[int, int], batch: int, heads: tuple[int, int],
+    window: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    (m, n), (q_heads, kv_heads), dim = lengths, heads, config.dim
+    assert config.loads_early
+    shapes = ((batch, m, q_heads, dim), *((batch, n, kv_heads, dim),) * 2)
+    q, k, v = normal(seed, torch.bfloat16, *shapes)
+    check_dense(q, k, v, None, *window, 0.0, dim**-0.5, seed=seed, config=config)
+
+
+def test_queries_that_wait_for_an_output_are_not_loaded_early() -> None:
+    with pytest.raises(ValueError, match="output tile of its own"):
+        replace(CONFIG.CONFIGS[256], loads_early=True)
+
+
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 8192])
 def test_float16_takes_running_maxima(length: int, right: int) -> None:

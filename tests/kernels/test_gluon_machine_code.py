@@ -5,6 +5,7 @@ Needs Triton 3.6 (the version whose machine code is checked) and takes a few sec
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -152,6 +153,33 @@ def test_threads_that_release_for_themselves_do_not_meet() -> None:
 
     assert meetings(DRAWN_128) == [1, 1]
     assert meetings(replace(DRAWN_128, by_threads=False)) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [(SHORT_64, PLAIN), (DRAWN_64, CAUSAL), (SHORT_128, PLAIN), (DRAWN_128, CAUSAL)],
+    ids=["64", "64 causal", "128", "128 causal"],
+)
+def test_the_first_tile_is_loaded_before_there_are_roles(
+    config: Config, features: dict[str, bool]
+) -> None:
+    code = compiled(config, features)
+    before_roles, _ = re.split(r"barrier\.sync\s+1;", code.ptx, maxsplit=1)
+    copies = before_roles.count("cp.async.bulk.tensor.4d.shared")
+    assert copies == config.groups + 2
+    # A division by an unknown number is some forty instructions, one after the other.
+    assert not re.search(r"\b(div|rem)\.[su]\d", before_roles)
+    # Nor does it wait for the other barriers: those of the messages come last.
+    first = before_roles.index("cp.async.bulk.tensor.4d.shared")
+    assert before_roles[:first].count("mbarrier.init") == copies
+    assert before_roles[first:].count("mbarrier.init") > 2 * copies
+
+
+def test_ragged_and_cut_calls_have_no_first_tile_that_a_cta_knows() -> None:
+    for ragged, split in ((True, False), (False, True)):
+        values = dict(constants(SHORT_128, ragged, *[False] * 5, split=split))
+        assert not values["loads_early"]
+    assert dict(constants(SHORT_128, False, *[False] * 5))["loads_early"]
 
 
 def check_loops(code: MachineCode, config: Config, spills: int | None = None) -> None:

@@ -12,11 +12,26 @@ from hypothesis import strategies as st
 from tests.support.gluon_sim import SimulationError, load_simulated
 from tests.support.gluon_sim.memory import flat, tile
 
-MASK, ROWS, SOFTMAX = load_simulated(
+DIVISOR, MASK, ROWS, SOFTMAX = load_simulated(
+    "rooftile.kernels.gluon.tile.divisor",
     "rooftile.kernels.gluon.tile.mask",
     "rooftile.kernels.gluon.tile.rows",
     "rooftile.kernels.gluon.tile.softmax",
 )
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 16, 48, 127, 132, 1000, 4097, 65_535, 2**20 - 1, 2**24])
+def test_quotients_of_few(d: int) -> None:
+    """Also where the hardware's division is two units in the last place off."""
+    x = torch.arange(2**20, dtype=torch.int32)
+    exact = torch.div(x, d, rounding_mode="floor")
+    got = DIVISOR.divide_few(tile(x), torch.tensor(d)).as_subclass(torch.Tensor)
+    assert torch.equal(got, exact)
+    for direction in (-math.inf, math.inf):
+        quotient = (x.float() + 0.5) / d
+        for _ in range(2):
+            quotient = torch.nextafter(quotient, torch.tensor(direction))
+        assert torch.equal(quotient.int(), exact)
 
 
 def test_software_exp2_is_near_enough_and_exact_where_it_matters() -> None:

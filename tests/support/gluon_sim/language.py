@@ -79,6 +79,12 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     )
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return value if dtype.is_floating_point else int(value)
+
+
 def map_elementwise(function: Callable[..., Any], *args: Tensor, pack: int = 1) -> Any:
     """Calls `function` on whole columns of packs: right where it does not branch on an element."""
     args = tuple(x.as_subclass(Tensor) for x in torch.broadcast_tensors(*args))
@@ -243,7 +249,7 @@ def modules() -> dict[str, ModuleType]:
         static_range=range,
         static_assert=_static_assert,
         to_tensor=lambda value: value,
-        cast=lambda value, dtype: value.to(dtype) if isinstance(value, Tensor) else value,
+        cast=cast,
         cdiv=lambda a, b: -(-a // b),
         program_id=lambda axis: machine.role().cta.program_id[axis],
         num_programs=lambda axis: machine.role().cta.launch.grid[axis],

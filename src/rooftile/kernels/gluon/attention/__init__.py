@@ -16,6 +16,7 @@ are ordered by a small kernel on the device, so nothing waits for the host.
 | config.py | tile sizes and switches for each head dim and length |
 | kernel.py | shared memory, barriers, roles |
 | problem.py | what every role knows; which tile is which |
+| first_tile.py | a dense CTA's first tile, loaded before there are roles |
 | producer.py, consumer.py | the two roles |
 | scores.py | from products to scores: soft cap, ALiBi, functions of the caller, what is hidden |
 | again.py | a tile once more where an anchored maximum did not hold |

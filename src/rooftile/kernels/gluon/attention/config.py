@@ -37,6 +37,7 @@ class Config:
     dynamic: str = "unequal"  # when tiles go to whichever CTA is free: always, unequal, never
     dependent: bool = True  # starts under the end of the kernel before: tile/dependent.py
     by_threads: bool = False  # consumers release what they have read thread by thread: see Ring
+    loads_early: bool = False  # dense CTAs load their first tile first of all: first_tile.py
     reads_ahead: bool = False  # (overlapped) a tile's message is read before the one before ends
     last_rounds: int | None = None  # drawn tiles are the last so many of a CTA's, None: all it can
 
@@ -45,6 +46,11 @@ class Config:
             raise ValueError(
                 f"stages is {self.stages}; overlapped products hold a V while they wait for the next "
                 f"K, so they need 2"
+            )
+
+        if self.loads_early and not self.own_output:
+            raise ValueError(
+                "loads_early takes an output tile of its own: queries are loaded first"
             )
 
         if self.turns not in (1, self.groups):
@@ -101,7 +107,9 @@ CONFIGS = {
 # s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
 # s8192 1.10, 0.98, 1.11; with anchored maxima this and 192: full s1024 1.23, 1.01, s2048 1.26, 1.12, s8192
 # 1.26, 1.28; causal s2048 1.24, 1.01, s8192 1.29, 1.19, s16384 1.31, 1.26.
-SHORT_64 = Config(64, 2, 64, 4, 104, 24, overlapped=False, ctas=2, sums_in_parts=True)
+SHORT_64 = Config(
+    *(64, 2, 64, 4, 104, 24), overlapped=False, ctas=2, sums_in_parts=True, loads_early=True
+)
 SHORT_Q_LEN = 4096
 # Causal calls of one or two tiles of rows: H200, s256, us with releases by a warpgroup and by its threads:
 # 30.1, 29.4 (full 31.4, 31.9).
@@ -118,7 +126,7 @@ FEW_LAST_64_Q_LEN = 512
 LAST_DRAWN_64_Q_LEN = 768  # longer causal calls need all of their tiles to be even
 # One or two tiles of rows at head dim 128, seen whole: tiles of 64 keys start sooner. H200, share of
 # cuDNN with 64 and 128 keys: full s256 1.02, 0.96, s512 0.99, 1.03.
-SHORT_128 = Config(128, 2, 64, 4, 240, 24)
+SHORT_128 = Config(128, 2, 64, 4, 240, 24, loads_early=True)
 SHORT_128_Q_LENS = range(129, 257)
 # More than two tiles of rows: the softmax of a tile's first block and the product of its last, which nothing
 # overlaps, are half as long with 64 keys, and a block of them under an anchored maximum has 205 instructions,
@@ -134,7 +142,7 @@ DRAWN_128_Q_LEN = 1024
 # Causal calls of up to two tiles of rows, and float16 up to 1,024 queries. Share of cuDNN without and with the
 # message read ahead: s512 1.07, 1.08, s768 1.09, 1.10, causal 1.02, 1.03, 1.13, 1.14; all and the last two of a
 # CTA's causal tiles drawn: s512 0.98, 1.02, s768 1.05, 1.08, s1024 1.05, 1.07, s2048 1.14, 0.91.
-PLAIN_128 = replace(CONFIGS[128], reads_ahead=True, last_rounds=2)
+PLAIN_128 = replace(CONFIGS[128], reads_ahead=True, last_rounds=2, loads_early=True)
 # An anchored maximum saves a third of a block's instructions, and costs a check at a tile's end. H200,
 # share of cuDNN without and with it: d64 full s512 1.03, 1.12, s2048 1.10, 1.12, s16384 1.19, 1.29; causal
 # s512 1.15, 1.23, s16384 1.17, 1.26; d128 full s512 1.04, 1.02, s2048 1.07, 1.10, s16384 1.07, 1.09; causal

@@ -45,6 +45,7 @@ from rooftile.kernels.gluon.tile.mma import (
     rows_of,
     wait,
 )
+from rooftile.kernels.gluon.tile.opaque import opaque
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
@@ -378,7 +379,7 @@ def _store_lse(problem, queue, slot, lse, rows):
         batch = queue.field(slot, BATCH)
     q_start = queue.field(slot, Q_START)
     token = (batch * problem.q_len + q_start + rows).to(gl.int64)
-    at_lse = problem.lse + token * problem.num_heads + queue.field(slot, HEAD)
+    at_lse = problem.lse + token * opaque(problem.num_heads) + queue.field(slot, HEAD)
     gl.store(at_lse, lse, mask=rows < queue.field(slot, Q_LEN))
 
 
@@ -685,7 +686,7 @@ def _attend(
                     _write_tile(problem, o_desc, out, o)
                     gl.thread_barrier()
             _store_tile(problem, queue, slot, o_desc, out, row0)
-            if with_lse > 0:
+            if opaque(with_lse) > 0:
                 _store_lse(problem, queue, slot, softmax.lse(), rows)
             if late:
                 q_ring.release(q_fill)

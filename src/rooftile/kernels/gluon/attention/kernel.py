@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rooftile.kernels.gluon.attention.config import Config, columns_used
 from rooftile.kernels.gluon.attention.consumer import attend
+from rooftile.kernels.gluon.attention.first_tile import load_first_tile
 from rooftile.kernels.gluon.attention.problem import FIELDS, FIELDS_OF_PARTS, Inlined, Problem
 from rooftile.kernels.gluon.attention.producer import load_tiles
 from rooftile.kernels.gluon.attention.sequences import Sequences, start_sequences
@@ -104,6 +105,7 @@ def attention_kernel(
     own_output: gl.constexpr,
     reads_ahead: gl.constexpr,
     by_threads: gl.constexpr,
+    loads_early: gl.constexpr,
     dependent: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
@@ -150,15 +152,41 @@ def attention_kernel(
     fields: gl.constexpr = FIELDS_OF_PARTS if split else FIELDS
     queue = allocate_queue(entries + 1, first_drawn, fields, dynamic, by_threads)
     said = gl.allocate_shared_memory(gl.int32, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if loads_early:
+        load_first_tile(
+            q_desc,
+            k_desc,
+            v_desc,
+            q_ring,
+            k_ring,
+            v_ring,
+            num_heads,
+            group_size,
+            q_len,
+            kv_len,
+            q_tiles,
+            num_rows_of_heads,
+            section,
+            left,
+            right,
+            groups,
+            block,
+            k_used,
+            v_used,
+            dependent,
+            longest_first,
+            has_left,
+            has_right,
+        )
     # Stage by stage: Triton has all warps meet between two barriers of one allocation.
     for i in gl.static_range(6):
-        q_ring.start(i, 1)
-        k_ring.start(i, groups)
-        v_ring.start(i, groups)
+        q_ring.start(i, 1, groups if loads_early else 0)
+        k_ring.start(i, groups, 1 if loads_early else 0)
+        v_ring.start(i, groups, 1 if loads_early else 0)
         queue.start(i, groups)
         if i < groups:
             mbarrier.init(landed.index(i), count=1)
-    if dependent:
+    if dependent and not loads_early:
         await_kernels_before()
     starts = landed
     if most_sorted:
@@ -219,6 +247,7 @@ def attention_kernel(
         software_share,
         own_output,
         reads_ahead and overlapped,
+        loads_early,
     )
     shares = Shares(entries, parts, arrived, as_planned, groups, v_dim, split)
     fence_async_shared()
@@ -407,6 +436,7 @@ def constants(
         ("own_output", config.own_output),
         ("reads_ahead", config.reads_ahead),
         ("by_threads", config.by_threads),
+        ("loads_early", config.loads_early and not ragged and not split),
         ("dependent", config.dependent),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),

@@ -75,6 +75,7 @@ class Problem:
     software_share: gl.constexpr
     own_output: gl.constexpr  # the output tile has shared memory of its own
     reads_ahead: gl.constexpr  # the next tile's message is read under the last product
+    loads_early: gl.constexpr  # a CTA's first tile has been loaded by first_tile.py
 
     @gluon.jit
     def tile(self, t):

@@ -34,6 +34,37 @@ def _tile(problem, shares, t, last):
 
 
 @gluon.jit
+def _begin(
+    problem,
+    queue,
+    q_desc,
+    k_desc,
+    v_desc,
+    q_ring,
+    k_ring,
+    v_ring,
+    slot,
+    q_turn,
+    fill,
+    tile,
+    kv_head,
+    column0,  # the first of the tile's last keys
+    message,
+):
+    """Loads a tile's queries, last keys and values, and tells of the tile; the fill that follows."""
+    batch, head, row0, q_start, q_len, kv_start, kv_len = tile
+    if problem.own_output:
+        _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
+    at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
+    k_ring.acquire(fill)
+    k_ring.load(fill, k_desc, at, problem.k_used)
+    queue.send(slot, message)
+    v_ring.acquire(fill)
+    v_ring.load(fill, v_desc, at, problem.v_used)
+    return k_ring.after(fill)
+
+
+@gluon.jit
 def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     """The producer warp: tells the consumers what each tile is, and loads it.
 
@@ -46,32 +77,39 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
     slot = first_fill()
     t = gl.program_id(0)
     last = problem.num_tiles - 1
-    batch, head, row0, q_start, q_len, kv_start, kv_len = _tile(problem, shares, t, last)
+    tile = _tile(problem, shares, t, last)
     while t < problem.num_tiles:
+        batch, head, row0, q_start, q_len, kv_start, kv_len = tile
         first, blocks = problem.keys(row0, q_len, kv_len)
         if shares.split:
             first = shares.word(t, FIRST_BLOCK, first)
             blocks = shares.word(t, NUM_BLOCKS, blocks)
         kv_head = head // problem.group_size
-        if problem.own_output:
-            _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         column0 = (first + blocks - 1) * problem.block
-        at = coordinates(problem.ragged, batch, kv_head, kv_start, kv_len, column0)
-        k_ring.acquire(fill)
-        k_ring.load(fill, k_desc, at, problem.k_used)
         place = batch
         if problem.ragged and not problem.mods.any:
             place = kv_start
         if shares.split:
-            queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first, t))
+            message = (blocks, place, head, row0, q_start, q_len, kv_len, first, t)
         else:
-            queue.send(slot, (blocks, place, head, row0, q_start, q_len, kv_len, first))
-        v_ring.acquire(fill)
-        v_ring.load(fill, v_desc, at, problem.v_used)
-        fill = k_ring.after(fill)
+            message = (blocks, place, head, row0, q_start, q_len, kv_len, first)
+        if problem.loads_early:
+            if t < gl.num_programs(0):
+                queue.send(slot, message)
+                fill = k_ring.after(fill)
+            else:
+                fill = _begin(
+                    *(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                    *(slot, q_turn, fill, tile, kv_head, column0, message),
+                )
+        else:
+            fill = _begin(
+                *(problem, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
+                *(slot, q_turn, fill, tile, kv_head, column0, message),
+            )
         after = queue.draw(t)
         t = shares.word(t, FOLLOWING, after) if shares.split else after
-        following = _tile(problem, shares, t, last)
+        tile = _tile(problem, shares, t, last)
         if not problem.own_output:  # Q waits until the tile before has left its place
             _load_q(problem, q_desc, q_ring, q_turn, batch, head, q_start, q_len, row0)
         q_turn = problem.next_q(q_turn)
@@ -84,7 +122,6 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
             v_ring.load(fill, v_desc, at, problem.v_used)
             fill = k_ring.after(fill)
         slot = queue.after(slot)
-        batch, head, row0, q_start, q_len, kv_start, kv_len = following
     queue.finish()
     if shares.split:
         queue.send(slot, (0, 0, 0, 0, 0, 0, 0, 0, 0))

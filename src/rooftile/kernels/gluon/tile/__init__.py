@@ -14,6 +14,7 @@
 | `let_dependents_start`, `await_kernels_before` | dependent.py | a kernel under the end of another |
 | `prefetch_maps` | maps.py | tensor maps fetched before they are needed |
 | `first_to_leave` | policy.py | copies whose lines leave the L2 cache before others |
+| `opaque` | opaque.py | a number that the compiler does not see through |
 | `load_compute_finish` | template.py | the loops of a persistent kernel around your tiles |
 | `TileQueue` | schedule.py | which tile a persistent CTA takes next, told by its producer |
 

@@ -83,11 +83,20 @@ class Ring:
     by_threads: gl.constexpr  # every thread releases stages for itself, see `arrive_empty`
 
     @gluon.jit
-    def start(self, i: gl.constexpr, consumers: gl.constexpr):
-        """Initialises the barriers of stage i, if there is one; consumers: of four warps."""
+    def start(self, i: gl.constexpr, consumers: gl.constexpr, loaded: gl.constexpr = 0):
+        """Initialises the barriers of stage i, if there is one; consumers: of four warps.
+
+        loaded: how many stages have been loaded already, and have half of their barriers.
+        """
         if i < self.stages:
-            mbarrier.init(self.full.index(i), count=1)
+            if i >= loaded:
+                self.start_full(i)
             start_empty(self.empty.index(i), consumers, self.by_threads)
+
+    @gluon.jit
+    def start_full(self, i: gl.constexpr):
+        """Initialises what a load into stage i needs: it may start before the rest."""
+        mbarrier.init(self.full.index(i), count=1)
 
     @gluon.jit
     def after(self, at):

@@ -20,6 +20,7 @@ from rooftile.kernels.gluon.tile.mma import (
     rows_of,
     wait,
 )
+from rooftile.kernels.gluon.tile.opaque import opaque
 from rooftile.kernels.gluon.tile.softmax import start_softmax
 from rooftile.kernels.triton_version import tma_load, tma_store, tma_store_wait
 
@@ -32,18 +33,17 @@ _UNSPECIALISED = [
 
 
 @gluon.jit
-def _load(desc, batch, head, row, tile, full, more):
-    mbarrier.expect(full, desc.block_type.nbytes, pred=more)
-    tma_load(desc, (batch, head, row, 0), full, tile, pred=more)
+def _load_scores(q_desc, k_desc, batch, head, kv_head, row0, q_tile, k_tile, full, more):
+    """Queries and keys, which are waited for together."""
+    mbarrier.expect(full, q_desc.block_type.nbytes + k_desc.block_type.nbytes, pred=more)
+    tma_load(k_desc, (batch, kv_head, 0, 0), full, k_tile, pred=more)
+    tma_load(q_desc, (batch, head, row0, 0), full, q_tile, pred=more)
 
 
 @gluon.jit
-def _unknown_zero():
-    """0, which the compiler does not know: else it keeps what a mask compares for every element in
-    registers from tile to tile."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+def _load_values(v_desc, batch, kv_head, v_tile, full, more):
+    mbarrier.expect(full, v_desc.block_type.nbytes, pred=more)
+    tma_load(v_desc, (batch, kv_head, 0, 0), full, v_tile, pred=more)
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
@@ -83,11 +83,9 @@ def short_attention_kernel(
     k_tile = gl.allocate_shared_memory(dtype, k_desc.block_shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, v_desc.block_shape, v_desc.layout)
     o_tile = gl.allocate_shared_memory(dtype, o_desc.block_shape, o_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    s_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(k_full, count=1)
+    mbarrier.init(s_full, count=1)
     mbarrier.init(v_full, count=1)
     fence_async_shared()
     await_kernels_before()
@@ -101,9 +99,8 @@ def short_attention_kernel(
     of_heads = Divisor(group_size, group_factor, group_shift)
     batch, head, row0, more = order.tile(0)
     kv_head = of_heads.divide(head)
-    _load(q_desc, batch, head, row0, q_tile, q_full, more)
-    _load(k_desc, batch, kv_head, 0, k_tile, k_full, more)
-    _load(v_desc, batch, kv_head, 0, v_tile, v_full, more)
+    _load_scores(q_desc, k_desc, batch, head, kv_head, row0, q_tile, k_tile, s_full, more)
+    _load_values(v_desc, batch, kv_head, v_tile, v_full, more)
 
     columns = gl.arange(0, keys, columns_of(S))
     q = q_tile.reshape([GROUP_ROWS, dim])
@@ -115,19 +112,21 @@ def short_attention_kernel(
         next_batch, next_head, next_row0, more = order.tile(i + 1)
         next_kv_head = of_heads.divide(next_head)
         row = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
-        mbarrier.wait(q_full, i & 1)
-        mbarrier.wait(k_full, i & 1)
+        mbarrier.wait(s_full, i & 1)
         s = gl.zeros([GROUP_ROWS, keys], gl.float32, S)
         s = multiply(q, k.permute((1, 0)), s, use_acc=False)
         s = wait(0, deps=[s])
         gl.thread_barrier()  # every warp has read them
-        _load(k_desc, next_batch, next_kv_head, 0, k_tile, k_full, more)
-        _load(q_desc, next_batch, next_head, next_row0, q_tile, q_full, more)
+        _load_scores(
+            *(q_desc, k_desc, next_batch, next_head, next_kv_head, next_row0),
+            *(q_tile, k_tile, s_full, more),
+        )
         end = kv_len
         if has_right:
             end = gl.minimum(end, row0 + offset + right + 1)
         if end < keys:
-            column = columns + _unknown_zero()
+            # Else what a mask compares for every element stays in registers from tile to tile.
+            column = columns + opaque(0)
             seen = visible(row, column, offset, kv_len, -1, right, False, has_right)
             s = gl.where(seen, s, float("-inf"))
         _alpha, softmax = start_softmax(GROUP_ROWS, rows_of(S)).anchor(s, factor)
@@ -137,7 +136,7 @@ def short_attention_kernel(
         o = multiply(weights, v, gl.zeros([GROUP_ROWS, dim], gl.float32, O), use_acc=False)
         o, weights = wait(0, deps=[o, weights])
         gl.thread_barrier()
-        _load(v_desc, next_batch, next_kv_head, 0, v_tile, v_full, more)
+        _load_values(v_desc, next_batch, next_kv_head, v_tile, v_full, more)
         o = o * gl.expand_dims(gl.convert_layout(softmax.reciprocal(), rows_of(O)), 1)
         tma_store_wait(0)
         o_tile.reshape([GROUP_ROWS, dim]).store(o.to(dtype))

@@ -1,0 +1,19 @@
+"""Numbers that the compiler does not see through.
+
+    if opaque(with_lse) > 0:  # compared here, not at the kernel's start
+
+What follows from a kernel's arguments alone LLVM works out once, at the kernel's start, for all of its
+roles. There nobody has asked for the arguments yet, and every warp waits for them to come from memory.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def opaque(x):
+    """x, an int32, which for the compiler might be any: what is worked out from it stays where it is."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
+    )
