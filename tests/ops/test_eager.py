@@ -33,6 +33,7 @@ def test_only_where_nobody_looks() -> None:
     with torch.autocast("cpu"):
         assert not undispatched(x)
     assert not undispatched(x, x.to("meta"))
+    assert not undispatched(x, torch.complex(x, x).conj().imag)
     with FakeTensorMode():
         assert not undispatched(x)
     assert torch.equal(torch.func.vmap(lambda row: row + undispatched(row))(x), x)

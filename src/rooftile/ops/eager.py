@@ -18,8 +18,8 @@ def undispatched(*tensors: Tensor) -> bool:
     """Whether a kernel may be called on these tensors directly.
 
     Not while something records or transforms operators (compilation, tracing, torch_dispatch modes,
-    functorch, forward-mode derivatives, the profiler, autocast), not for subclasses, what is no tensor
-    or one without data, and not where a gradient is wanted.
+    functorch, forward-mode derivatives, the profiler, autocast), not for subclasses, what is no tensor,
+    one without data or one whose sign torch has yet to turn, and not where a gradient is wanted.
     """
     if (
         torch.compiler.is_compiling()
@@ -36,7 +36,7 @@ def undispatched(*tensors: Tensor) -> bool:
     for tensor in tensors:
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             return False
-        if tensor.is_meta or (gradients and tensor.requires_grad):
+        if tensor.is_meta or tensor.is_neg() or (gradients and tensor.requires_grad):
             return False
     return True
 
