@@ -485,7 +485,7 @@ def test_a_plan_serves_many_calls_and_no_others() -> None:
     ids=str,
 )
 def test_calls_of_a_known_kind(shape: Shape, planned: bool) -> None:
-    """They go straight to a kernel, with tensors, lengths and addresses of their own."""
+    """They go straight to a kernel; with tensors of their own: test_paged_kinds_gpu.py."""
     batches = [[(1, 300), (3, 77)], [(3, 5), (1, 260)], [(2, 0), (2, 301)]]
     for seed, lengths in enumerate(batches):
         case = make(shape, lengths, seed)
