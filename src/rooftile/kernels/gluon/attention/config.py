@@ -107,6 +107,8 @@ CONFIGS = {
 # s512 1.05, 0.98, 0.97, s768 1.04, 0.98, 1.11; causal s512 1.12, 0.91, 0.74, s2048 1.09, 0.97, 0.89,
 # s8192 1.10, 0.98, 1.11; with anchored maxima this and 192: full s1024 1.23, 1.01, s2048 1.26, 1.12, s8192
 # 1.26, 1.28; causal s2048 1.24, 1.01, s8192 1.29, 1.19, s16384 1.31, 1.26.
+# A first tile that is loaded early spares calls of this length 1 to 2 us (docs/performance.md): here, and at
+# head dim 128 up to 1,024 queries.
 SHORT_64 = Config(
     *(64, 2, 64, 4, 104, 24), overlapped=False, ctas=2, sums_in_parts=True, loads_early=True
 )
