@@ -106,7 +106,7 @@ def attend_again(
         s = multiply_used(q, tile, s, problem.k_used)
         s = wait(0, deps=[s])
         s, factor = adjusted(problem, s, slope, rows + offset, n * block + columns)
-        s = hide(problem, s, rows, n * block, offset, kv_len)
+        s = hide(problem, s, rows, n * block, columns, offset, kv_len, problem.hides_in_one)
         p, alpha, softmax = softmax.step(s, factor, False, 0)
         o = scale_output(o, alpha, v_dim, problem.v_used, False)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))

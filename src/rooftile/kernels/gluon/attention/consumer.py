@@ -88,6 +88,7 @@ def next_block(
     k_used: gl.constexpr = None,  # columns that are not zeros that fill a tile up, None: all
     v_used: gl.constexpr = None,
     spared: gl.constexpr = False,  # (anchored) blocks low .. high - 1 need no mask at all
+    in_one: gl.constexpr = False,  # see tile/mask.py: hide
 ):
     """Softmax of a block, while the block before is multiplied with V."""
     block: gl.constexpr = problem.block
@@ -115,15 +116,15 @@ def next_block(
         if careful:
             if spared:
                 if (n < low) | (n >= high):
-                    s = hide(problem, s, rows, n * block, offset, kv_len)
+                    s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
             else:
-                s = hide(problem, s, rows, n * block, offset, kv_len)
+                s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
             alpha, softmax = softmax.anchor(s, factor)
         p, softmax = softmax.weigh(s, factor, problem.software_share)
     else:
         # Only the first block, which is not this one, can run over the end of the keys.
         if (problem.has_left or problem.has_right) and ((n < low) | (n >= high)):
-            s = hide(problem, s, rows, n * block, offset, kv_len)
+            s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
         p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     # Waiting for the next K here ends the basic block: ptxas would otherwise hoist the wait below
     # above the exponentials, and nothing would overlap.
@@ -189,6 +190,7 @@ def attend_overlapped(
     sequence=0,
     head=0,
     anchor=0,  # blocks low .. anchor - 1 are weighed under the maximum of those before
+    in_one: gl.constexpr = False,  # see tile/mask.py: hide
 ):
     """All blocks of a tile, the softmax of one under the product of the one before.
 
@@ -218,7 +220,7 @@ def attend_overlapped(
         s = modified(problem, s, factor, sequence, head, rows, keys, kv_len - offset, kv_len)
         factor = 1.0
     if (last < low) | (last >= high):
-        s = hide(problem, s, rows, last * block, offset, kv_len)
+        s = hide(problem, s, rows, last * block, columns, offset, kv_len, in_one)
     p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
     weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
     o = zero_output(v_dim, problem.v_used)
@@ -258,6 +260,7 @@ def attend_overlapped(
             problem.k_used,
             problem.v_used,
             spared=True,
+            in_one=in_one,
         )
         v_fill = at
 
@@ -293,6 +296,7 @@ def attend_in_order(
     skips: gl.constexpr = True,  # blocks that only other warpgroups see
     o=None,  # of blocks before, None: there are none
     spared: gl.constexpr = False,  # (anchored) blocks low .. high - 1 need no mask at all
+    in_one: gl.constexpr = False,  # see tile/mask.py: hide
 ):
     """As `attend_overlapped`, one step after the other: few registers, so that four warpgroups share an
     SM, and they overlap each other."""
@@ -321,15 +325,15 @@ def attend_in_order(
             if (n < low) | (n >= anchor):
                 if spared:
                     if (n < low) | (n >= high):
-                        s = hide(problem, s, rows, n * block, offset, kv_len)
+                        s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
                 else:
-                    s = hide(problem, s, rows, n * block, offset, kv_len)
+                    s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
                 alpha, softmax = softmax.anchor(s, factor)
                 o = scale_output(o, alpha, v_dim, problem.v_used, False)
             p, softmax = softmax.weigh(s, factor, problem.software_share)
         else:
             if (n < low) | (n >= high):
-                s = hide(problem, s, rows, n * block, offset, kv_len)
+                s = hide(problem, s, rows, n * block, columns, offset, kv_len, in_one)
             p, alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
             o = scale_output(o, alpha, v_dim, problem.v_used, problem.lazy)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
@@ -568,6 +572,7 @@ def _attend(
                 sequence,
                 head,
                 anchor,
+                problem.hides_in_one,
             )
         else:
             o, softmax, fill = attend_in_order(
@@ -594,6 +599,7 @@ def _attend(
                 S,
                 O,
                 spared=True,
+                in_one=problem.hides_in_one,
             )
         if problem.reads_ahead:
             # Under the last product. The wait also ends the basic block: ptxas would otherwise put what

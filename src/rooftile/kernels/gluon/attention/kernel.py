@@ -248,6 +248,7 @@ def attention_kernel(
         own_output,
         reads_ahead and overlapped,
         loads_early,
+        ragged or split,
     )
     shares = Shares(entries, parts, arrived, as_planned, groups, v_dim, split)
     fence_async_shared()

@@ -76,6 +76,7 @@ class Problem:
     own_output: gl.constexpr  # the output tile has shared memory of its own
     reads_ahead: gl.constexpr  # the next tile's message is read under the last product
     loads_early: gl.constexpr  # a CTA's first tile has been loaded by first_tile.py
+    hides_in_one: gl.constexpr  # masks are pieces of assembly, see tile/mask.py
 
     @gluon.jit
     def tile(self, t):

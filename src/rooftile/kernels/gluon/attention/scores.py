@@ -83,16 +83,18 @@ def _by_distance(s, factor, slope, positions, columns):
 
 
 @gluon.jit
-def hide(problem, s, rows, key0, offset, kv_len):
-    """Scores with what a query does not see at -inf; key0: of the first column."""
+def hide(problem, s, rows, key0, columns, offset, kv_len, in_one: gl.constexpr = False):
+    """Scores with what a query does not see at -inf; key0: of the first column; in_one: see tile/mask.py."""
     return mask.hide(
         s,
         rows,
         key0,
+        columns,
         offset,
         kv_len,
         problem.left,
         problem.right,
         problem.has_left,
         problem.has_right,
+        in_one,
     )

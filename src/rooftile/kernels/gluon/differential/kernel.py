@@ -113,6 +113,7 @@ def differential_kernel(
         q_stages == 2,
         False,
         False,
+        False,
     )
     q1_ring = new_ring(q1_desc, GROUP_ROWS, k_dim, q_stages, 1)
     q2_ring = new_ring(q2_desc, GROUP_ROWS, k_dim, q_stages, 1)

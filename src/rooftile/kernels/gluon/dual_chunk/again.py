@@ -100,7 +100,7 @@ def attend_again(
             s = multiply(q, tile.permute((1, 0)), s, use_acc=False)
             s = wait(0, deps=[s])
             s, factor = adjusted(problem, s, None, rows + offset, key + columns)
-            s = hide(problem, s, rows, key, offset, kv_len)
+            s = hide(problem, s, rows, key, columns, offset, kv_len)
             p, alpha, softmax = softmax.step(s, factor, False, 0)
             o = o * gl.expand_dims(gl.convert_layout(alpha, rows_of(O)), 1)
             weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))

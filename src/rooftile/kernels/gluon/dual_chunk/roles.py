@@ -157,7 +157,7 @@ def attend(
             s = soft_cap(s, problem.factor, problem.softcap)
             factor = 1.0
         if (last < low) | (last >= high):
-            s = hide(problem, s, rows, last * block, offset, kv_len)
+            s = hide(problem, s, rows, last * block, columns, offset, kv_len)
         softmax = start_softmax(GROUP_ROWS, rows_of(S))
         p, _alpha, softmax = softmax.step(s, factor, problem.lazy, problem.software_share)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))

@@ -10,6 +10,7 @@ from rooftile.kernels.gluon.paged.rows import loading_layout
 from rooftile.kernels.gluon.tile.mma import (
     GROUP_ROWS,
     accumulator_layout,
+    columns_of,
     left_operand_layout,
     multiply,
     narrow,
@@ -60,6 +61,7 @@ def attend_again(
     units) above those of the item's last keys."""
     S: gl.constexpr = accumulator_layout(GROUP_ROWS)
     O: gl.constexpr = accumulator_layout(v_dim)  # noqa: E741
+    columns = gl.arange(0, GROUP_ROWS, columns_of(S))
     rows = first_row + gl.arange(0, GROUP_ROWS, rows_of(S))
     heads = work.heads_of_group()
     table = work.page_table + gl.cast(request, gl.int64) * work.table_stride
@@ -89,7 +91,7 @@ def attend_again(
         if work.has_softcap:
             s = soft_cap(s, work.factor, work.softcap)
             factor = 1.0
-        s = hide(work, s, rows // heads, key0, kv_len - q_len, kv_len)
+        s = hide(work, s, rows // heads, key0, columns, kv_len - q_len, kv_len)
         p, alpha, softmax = softmax.step(s, factor, False, 0)
         o = o * gl.expand_dims(gl.convert_layout(alpha, rows_of(O)), 1)
         weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))

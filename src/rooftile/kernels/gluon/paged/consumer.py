@@ -292,7 +292,7 @@ def attend_items(
                 anchor = _anchor(work, first_row, offset, kv_len)
                 positions = rows // work.heads_of_group()
                 if (last < low) | (last >= high):
-                    s = hide(work, s, positions, last * block, offset, kv_len)
+                    s = hide(work, s, positions, last * block, columns, offset, kv_len)
                 p, _alpha, softmax = softmax.step(s, factor, work.lazy, work.software_share)
                 weights = gl.convert_layout(narrow(p, dtype), left_operand_layout(O))
                 o = gl.zeros([GROUP_ROWS, v_dim], gl.float32, O)

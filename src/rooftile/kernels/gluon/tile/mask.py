@@ -4,7 +4,7 @@
     low, high = whole_range(row0, offset, kv_len, left, right, 128, 128, True, True)
     for n in range(first, first + blocks):
         if (n < low) | (n >= high):
-            s = hide(s, rows, n * 128, offset, kv_len, left, right, True, True)
+            s = hide(s, rows, n * 128, columns, offset, kv_len, left, right, True, True, True)
 
 Query i stands at position i + offset, offset = kv_len - q_len, and sees key j iff
 position - left <= j <= position + right. `has_left` and `has_right` are known at compile time and
@@ -14,8 +14,6 @@ leave out the side that is unbounded; causal is right = 0.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from rooftile.kernels.gluon.tile.mma import accumulator_layout, columns_of
 
 
 @gluon.jit
@@ -94,36 +92,42 @@ def hide(
     s,  # [64, columns] float32, an accumulator of one warpgroup
     rows,  # [64], queries
     key0,  # of the first column
+    columns,  # [columns], 0, 1, ...
     offset,
     kv_len,
     left,
     right,
     has_left: gl.constexpr,
     has_right: gl.constexpr,
+    in_one: gl.constexpr,
 ):
     """Scores with what a query does not see at -inf.
 
-    One piece of assembly for all of a thread's scores: written as comparisons of tensors, masks were a
-    tenth of what a kernel takes to compile, most of it in LLVM's search for vectors.
+    in_one: as one piece of assembly for all of a thread's scores. Written as comparisons of tensors, a mask is a
+    tenth of what a kernel takes to compile, most of it in LLVM's search for vectors; but dense causal
+    calls are 1% to 7% faster so (docs/performance.md). With a window the piece is faster, too.
     """
-    count: gl.constexpr = s.shape[1] // 2  # of a thread
-    layout: gl.constexpr = columns_of(accumulator_layout(s.shape[1]))
-    columns = gl.expand_dims(gl.arange(0, s.shape[1], layout), 0)
-    position = rows + offset
-    if has_right:
-        last = gl.minimum(position + right, kv_len - 1) - key0
+    if has_left or in_one:
+        count: gl.constexpr = s.shape[1] // 2  # of a thread
+        position = rows + offset
+        if has_right:
+            last = gl.minimum(position + right, kv_len - 1) - key0
+        else:
+            last = position * 0 + (kv_len - 1 - key0)
+        last = gl.expand_dims(last, 1)
+        column = gl.expand_dims(columns, 0)
+        first = gl.expand_dims(position - left - key0, 1) if has_left else None
+        return gl.inline_asm_elementwise(
+            _hide_asm(count, has_left),
+            _hide_constraints(count, has_left),
+            (s, column, last, first) if has_left else (s, column, last),
+            dtype=gl.float32,
+            is_pure=True,
+            pack=count,
+        )
     else:
-        last = position * 0 + (kv_len - 1 - key0)
-    last = gl.expand_dims(last, 1)
-    first = gl.expand_dims(position - left - key0, 1) if has_left else None
-    return gl.inline_asm_elementwise(
-        _hide_asm(count, has_left),
-        _hide_constraints(count, has_left),
-        (s, columns, last, first) if has_left else (s, columns, last),
-        dtype=gl.float32,
-        is_pure=True,
-        pack=count,
-    )
+        seen = visible(rows, key0 + columns, offset, kv_len, left, right, has_left, has_right)
+        return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
