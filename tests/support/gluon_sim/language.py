@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.gluon_sim import cluster, copies, machine, packed
 from tests.support.gluon_sim.barrier import MBarrierLayout
 from tests.support.gluon_sim.errors import SimulationError
-from tests.support.gluon_sim.memory import Descriptor, SharedTile, Tile, tile
+from tests.support.gluon_sim.memory import Descriptor, Pointer, SharedTile, Tile, tile
 
 ROWS_OF_A_WARP = 16
 
@@ -82,7 +82,9 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype)
-    return value if dtype.is_floating_point else int(value)
+    if isinstance(value, Pointer) or dtype.is_floating_point:
+        return value
+    return int(value)
 
 
 def map_elementwise(function: Callable[..., Any], *args: Tensor, pack: int = 1) -> Any:
