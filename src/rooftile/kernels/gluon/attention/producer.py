@@ -92,7 +92,7 @@ def load_tiles(problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v
         if shares.split:
             message = (blocks, place, head, row0, q_start, q_len, kv_len, first, t)
         else:
-            message = (blocks, place, head, row0, q_start, q_len, kv_len, first)
+            message = (blocks, place, head, row0, q_start, q_len, kv_len, first)  # type: ignore[assignment]
         if problem.loads_early:
             if t < gl.num_programs(0):
                 queue.send(slot, message)
