@@ -50,9 +50,11 @@ from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
     LOG2_E,
-    OVERFLOW,
     OnlineSoftmax,
+    any_overflowed,
     in_parts,
+    said_overflowed,
+    say_overflowed,
 )
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
@@ -614,11 +616,9 @@ def _attend(
         # others say behind the barrier before its copy: nothing waits, and no product is delayed.
         late: gl.constexpr = problem.anchored and problem.own_output and not shares.split
         if late:
-            bad = gl.where(softmax.total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
-            said.index(group).store(gl.max(bad, 1).to(gl.int32))
+            say_overflowed(said.index(group), softmax.total)
         elif problem.anchored:
-            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
-            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+            too_large = any_overflowed(softmax.total)
         if problem.reads_ahead:
             reciprocal = softmax.reciprocal()
         if problem.overlapped:
@@ -667,9 +667,8 @@ def _attend(
             o = scale_output(o, reciprocal, v_dim, problem.v_used, False)
             _write_tile(problem, o_desc, out, o)
             if late:
-                warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
                 gl.thread_barrier()
-                if gl.max(said.index(group).load(warps), 0) > 0:
+                if said_overflowed(said.index(group)):
                     o, softmax = _once_more(
                         problem,
                         shares,

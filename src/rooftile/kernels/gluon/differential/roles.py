@@ -34,7 +34,7 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
-from rooftile.kernels.gluon.tile.softmax import OVERFLOW, OnlineSoftmax, start_softmax
+from rooftile.kernels.gluon.tile.softmax import OnlineSoftmax, any_overflowed, start_softmax
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
 
@@ -183,10 +183,8 @@ def attend_half(
         batch = 0 if problem.ragged else place
         if group == 1:
             mbarrier.wait(pair.hand_over.index(0), phase)
-        if problem.anchored:
-            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
-            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
-            if too_large:
+        if problem.anchored:  # noqa: SIM102, known at compile time
+            if any_overflowed(softmax.total):
                 o, maximum, total = attend_again(
                     problem,
                     k64_desc,

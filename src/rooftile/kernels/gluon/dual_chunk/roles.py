@@ -34,8 +34,8 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
-    OVERFLOW,
     OnlineSoftmax,
+    any_overflowed,
     soft_cap,
     start_softmax,
 )
@@ -215,10 +215,8 @@ def attend(
         q_len = queue.field(slot, Q_LEN)
         kv_len = queue.field(slot, KV_LEN)
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
-        if problem.anchored:
-            # Also where it is NaN: infinity that a later rescaling multiplied with 0.
-            too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
-            if too_large:
+        if problem.anchored:  # noqa: SIM102, known at compile time
+            if any_overflowed(softmax.total):
                 o, maximum, total = attend_again(
                     problem,
                     intra_desc,

@@ -40,9 +40,11 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.pages import packed_corner
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.softmax import (
-    OVERFLOW,
     OnlineSoftmax,
+    any_overflowed,
     in_parts,
+    said_overflowed,
+    say_overflowed,
     soft_cap,
     start_softmax,
     start_softmax_at_sink,
@@ -137,18 +139,6 @@ def _message(queue, slot):
         queue.field(slot, QUERIES),
         queue.field(slot, KEYS),
     )
-
-
-@gluon.jit
-def _any_too_large(said, total, group: gl.constexpr):
-    """Whether a sum [64] of a warpgroup's rows is too large, or NaN: infinity that a later rescaling multiplied
-    with 0. Each warp says what it thinks of its rows, and all read it behind one barrier, where a
-    reduction takes three."""
-    warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
-    bad = gl.where(total <= OVERFLOW, 0, 1).reshape([4, GROUP_ROWS // 4])
-    said.slice(4 * group, 4, 0).store(gl.max(bad, 1).to(gl.int8))
-    gl.thread_barrier()
-    return gl.max(said.slice(4 * group, 4, 0).load(warps), 0) > 0
 
 
 @gluon.jit
@@ -270,8 +260,11 @@ def attend_items(
                 v_fill = fill  # both rings have as many stages
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
-                if work.anchored:  # noqa: SIM102, known at compile time
-                    if _any_too_large(said, softmax.total, group):
+                if work.anchored:
+                    of_group = said.slice(4 * group, 4, 0)
+                    say_overflowed(of_group, softmax.total)
+                    gl.thread_barrier()
+                    if said_overflowed(of_group):
                         o, inverse, lse = _again(
                             work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )
@@ -354,8 +347,7 @@ def attend_items(
                     queue.arrived(slot)
                 too_large = False
                 if work.anchored:
-                    # Also where it is NaN: infinity that a later rescaling multiplied with 0.
-                    too_large = gl.max(gl.where(softmax.total <= OVERFLOW, 0, 1), 0) > 0
+                    too_large = any_overflowed(softmax.total)
                 if gives_early:
                     # The next item's may come. A second pass needs these; it comes to its end without.
                     q_ring.release_where(q_fill, not too_large)

@@ -64,9 +64,8 @@ def _hide_asm(count, has_left):
 
     Of each eight columns a thread has two, of two rows; in which order: see `accumulator_layout`.
     """
-    columns = (
-        2 * count
-    )  # operands: results, scores, columns, a last column for each and a first one
+    # Operands: results, scores, columns, a last column for each and a first one.
+    columns = 2 * count
     lines = [".reg .pred out;", ".reg .s32 last<2>, first<2>;"]
     for half in range(2):
         lines.append(f"sub.s32 last{half}, ${columns + count + 2 * half}, ${columns};")
