@@ -87,5 +87,6 @@ def seconds_of(
     steps = -vendor.deep * math.expm1(-square.iterations(product) / vendor.deep)
     computing += vendor.depth * steps * math.exp(-waves) + 2 * m * n / vendor.storing
     reading = vendor.start + work.bytes / vendor.bandwidth
-    s = vendor.sharpness
-    return float((computing**s + reading**s) ** (1 / s))
+    # Beside the longer of the two, since microseconds to the power of 60 are no numbers.
+    longer, s = max(computing, reading), vendor.sharpness
+    return float(longer * (1 + (min(computing, reading) / longer) ** s) ** (1 / s))
