@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.bench.ops.gemm_plans import (
+    PASSING,
+    TILES,
+    TURNED,
     Record,
     current,
     level,
     mean_of,
+    name_of,
     plan_named,
     pooled,
     read_records,
@@ -101,6 +105,17 @@ def test_operands_pass_only_where_few_read_a_line_and_rows_are_whole_lines() -> 
     assert not passes((64, 6144, 4096))
     assert passes((712, 1256, 5568))
     assert not passes((712, 1256, 5568), side=64)
+
+
+def test_a_name_stands_for_its_plan() -> None:
+    for record in read_records(RECORDED):
+        for name in record.plans:
+            if name.endswith(TILES):
+                continue
+            plan = plan_named(record.product, name)
+            found = name_of(plan, name.startswith(TURNED), name.endswith(PASSING))
+            assert found == name.replace("/1k", "k")  # as the first runs wrote it
+            assert plan_named(record.product, found) == plan
 
 
 def test_what_the_busiest_cta_does() -> None:

@@ -204,6 +204,23 @@ def plan_named(product: Product, name: str, units: int = H200.units) -> Decompos
     return build(product, tiling, units)
 
 
+def name_of(plan: Decomposition, turned: bool, passing: bool) -> str:
+    """The name of a plan, of which `plan_named` makes the plan again.
+
+    turned: it is one of the transposed product. passing: operands are the first to leave the L2 cache.
+    """
+    tiling = plan.tiling
+    name = f"{tiling.block_m}x{tiling.block_n}"
+    if tiling.across > 1:
+        name += f"/{tiling.sharers}x{tiling.across}"
+    elif tiling.sharers > 1:
+        name += f"/{tiling.sharers}"
+    name += f"k{tiling.split}" if tiling.split > 1 else f" {plan.scheme}"
+    if plan.scheme in ("split-k", "joined-k"):
+        name += f" {plan.group_ctas}"
+    return TURNED * turned + name + PASSING * passing
+
+
 def is_choosable(record: Record, name: str, plan: Decomposition) -> bool:
     """Whether the planner would consider it: in the flavour that it would run it in, or in the other
     where only that was timed (never operands that pass where they should not).
