@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,21 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from rooftile.kernels.gluon.first_call import sooner  # noqa: E402
-from rooftile.kernels.triton_version import TRITON_VERSION  # noqa: E402
+import torch  # noqa: E402
+from triton._C.libtriton import llvm  # noqa: E402
+from triton.backends.nvidia import compiler  # noqa: E402
+
+from rooftile.kernels.gluon.attention.config import (  # noqa: E402
+    ANCHORED,
+    CONFIGS,
+    DRAWN_64,
+    DRAWN_128,
+    Config,
+)
+from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
+from rooftile.kernels.gluon.first_call import optimised, sooner, spares_llvm  # noqa: E402
+from rooftile.kernels.offline import offline  # noqa: E402
+from rooftile.kernels.triton_version import TRITON_VERSION, little_llvm  # noqa: E402
 
 SOURCE = SimpleNamespace(signature={"x_desc": "tensordesc<bf16[64, 64],l>", "n": "i32"})
 
@@ -60,7 +76,7 @@ def test_a_launcher_is_built_while_a_kernel_is_compiled(
 
     kernel = Kernel(compile_)
     for _ in range(2):  # once for each compilation, however often the kernel is looked at
-        with sooner(kernel):
+        with sooner(kernel, {}):
             result = kernel.compile(SOURCE, target="sm_90")
     assert result == (SOURCE, {"target": "sm_90"}, False)
     assert gc.isenabled()
@@ -88,10 +104,10 @@ def test_errors_are_the_compilers(
 
     monkeypatch.setattr(triton.runtime.driver.active, "launcher_cls", no_compiler)
     kernel = Kernel(compile_)
-    with sooner(kernel):
+    with sooner(kernel, {}):
         assert kernel.compile(SOURCE) == "compiled"
     before = threading.active_count()
-    with pytest.raises(ValueError, match="not this kernel"), sooner(kernel):
+    with pytest.raises(ValueError, match="not this kernel"), sooner(kernel, {}):
         kernel.compile(None)
     assert threading.active_count() == before
     assert gc.isenabled()
@@ -99,6 +115,88 @@ def test_errors_are_the_compilers(
 
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    with sooner(object()):  # as in the simulator
+    with sooner(object(), {}):  # as in the simulator
         assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+def level() -> Any:
+    """What Triton's compiler takes for LLVM's highest level."""
+    return compiler.llvm.OPTIMIZE_O3
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_llvm_is_spared_by_this_thread_alone_and_not_for_longer() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with suppress(ValueError), little_llvm():
+            assert level() == llvm.OPTIMIZE_O0
+            assert pool.submit(level).result() == llvm.OPTIMIZE_O3
+            with little_llvm():
+                pass
+            assert level() == llvm.OPTIMIZE_O0
+            raise ValueError
+        assert level() == pool.submit(level).result() == llvm.OPTIMIZE_O3
+    assert compiler.llvm.translate_to_asm is llvm.translate_to_asm
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_classes_of_a_marked_kernel_spare_llvm_where_they_say_so() -> None:
+    marked, other = object(), object()
+    assert spares_llvm(where=lambda constants: constants["plain"])(marked) is marked
+    spared = [(marked, True), (marked, False), (other, True)]
+    levels = []
+    for kernel, plain in spared:
+        with optimised(kernel, {"plain": plain}):
+            levels.append(level())
+    assert levels == [llvm.OPTIMIZE_O0, llvm.OPTIMIZE_O3, llvm.OPTIMIZE_O3]
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+@pytest.mark.parametrize(
+    ("config", "features", "expected"),
+    [
+        (ANCHORED[128], {}, "O0"),
+        (ANCHORED[128], {"has_right": True}, "O0"),
+        (ANCHORED[128], {"ragged": True}, "O3"),
+        (ANCHORED[128], {"ragged": True, "has_right": True}, "O0"),
+        (ANCHORED[128], {"ragged": True, "split": True}, "O0"),
+        (ANCHORED[256], {}, "O3"),
+        (ANCHORED[256], {"has_right": True}, "O0"),
+        (CONFIGS[256], {}, "O0"),
+        (DRAWN_64, {"has_right": True}, "O3"),
+        (DRAWN_128, {"has_right": True}, "O3"),
+        (CONFIGS[128], {"has_alibi": True}, "O3"),
+        (CONFIGS[128], {"score_mod": len}, "O3"),
+        (CONFIGS[128], {"mask_mod": len}, "O3"),
+    ],
+)
+def test_what_attention_is_optimised_by(
+    config: Config, features: dict[str, Any], expected: str
+) -> None:
+    needed = ("ragged", "dynamic", "has_left", "has_right", "has_softcap", "has_sink")
+    of_class = dict(constants(config, **(dict.fromkeys(needed, False) | features)))
+    with optimised(attention_kernel, of_class):
+        assert level() == getattr(llvm, f"OPTIMIZE_{expected}")
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_a_first_call_compiles_as_its_class_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through everything between a call and LLVM: what is checked of machine code is what runs."""
+    from rooftile.kernels.gluon import attention as kernels
+
+    levels = []
+    optimise = llvm.optimize_module
+
+    def optimize_module(module: Any, level: Any, *rest: Any, **options: Any) -> None:
+        levels.append(level)
+        optimise(module, level, *rest, **options)
+
+    monkeypatch.setattr(llvm, "optimize_module", optimize_module)
+    with offline("sm_90a", tmp_path) as built:
+        for q_len in (200, 300):  # CAUSAL_64, DRAWN_64
+            x = torch.empty(200, q_len, 1, 64, dtype=torch.bfloat16)
+            kernels.attention(x, x, x, None, -1, 0, 0.0, 0.125)
+    assert not any(one.found for one in built)
+    assert levels == [llvm.OPTIMIZE_O0, llvm.OPTIMIZE_O3]

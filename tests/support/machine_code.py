@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.first_call import optimised
 from rooftile.kernels.triton_version import GluonASTSource
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -59,7 +60,8 @@ def compile_for_hopper(
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(fn=kernel, signature=signature, constexprs=dict(constants))
     options = {"num_warps": num_warps, "maxnreg": most_registers}
-    compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
+    with optimised(kernel, constants):
+        compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     code = _disassemble(compiled.asm["cubin"])
     functions = re.findall(r'func private @"?([\w.]+?)__', compiled.asm["source"])
     result = MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"], functions)

@@ -5,7 +5,9 @@ module needs Triton, not a GPU.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -24,6 +26,7 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "bare_kernel",
+    "little_llvm",
     "relaunch",
     "tma_load",
     "tma_store",
@@ -91,6 +94,40 @@ def _with_shared_functions(specialize: Any) -> Any:
 
 
 warp_specialize = _with_shared_functions(gl.warp_specialize)
+
+_little: ContextVar[bool] = ContextVar("_little", default=False)
+
+
+class _Llvm:
+    """What Triton's compiler knows as `llvm`: its highest level is the lowest inside `little_llvm`."""
+
+    def __init__(self, llvm: Any) -> None:
+        self._llvm = llvm
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "OPTIMIZE_O3" and _little.get():
+            name = "OPTIMIZE_O0"
+        return getattr(self._llvm, name)
+
+
+@contextmanager
+def little_llvm() -> Iterator[None]:
+    """What this thread compiles inside is not optimised by LLVM, but for what Triton adds at every level
+    (structs are taken apart, instructions combined).
+
+    MLIR's passes before it and the code generator and ptxas after it stay as they are. Other versions than
+    Triton 3.6 compile as always.
+    """
+    if TRITON_VERSION == (3, 6):
+        from triton.backends.nvidia import compiler
+
+        if not isinstance(compiler.llvm, _Llvm):
+            compiler.llvm = _Llvm(compiler.llvm)
+    token = _little.set(True)
+    try:
+        yield
+    finally:
+        _little.reset(token)
 
 
 def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1) -> None:

@@ -112,6 +112,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return args[0].log2()
     if asm in ("mov.b32 $0, $1;", "exit; mov.b32 $0, $1;"):
         return args[0]
+    if not asm:  # what registers happen to hold
+        return tile(torch.full(args[0].shape, torch.nan))
     if asm.startswith("st.shared.b32 [$2], $1;"):
         return args[0]  # to where nobody looks
     if "vote.sync.any" in asm:

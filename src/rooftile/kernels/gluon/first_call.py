@@ -1,22 +1,58 @@
-"""A kernel's first call, sooner: work beside Triton's compiler instead of before and after it."""
+"""A kernel's first call, sooner: less work for Triton's compiler, and work beside it.
+
+    @spares_llvm(where=lambda constants: not constants["has_alibi"])
+    @gluon.jit
+    def kernel(...): ...
+
+    with sooner(kernel, constants):
+        kernel[grid](..., **constants)
+
+Where the seconds of a first call go: docs/performance.md, "first calls".
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 
-from rooftile.kernels.triton_version import TRITON_VERSION
+from rooftile.kernels.triton_version import TRITON_VERSION, little_llvm
+
+Kernel = TypeVar("Kernel")
+Constants = Mapping[str, Any]  # of a class of calls, by name
+# Not by kernel: its hash would read all its sources.
+_sparing: list[tuple[Any, Callable[[Constants], bool]]] = []
+
+
+def spares_llvm(
+    where: Callable[[Constants], bool] = lambda _: True,
+) -> Callable[[Kernel], Kernel]:
+    """Marks a kernel whose machine code is as good without LLVM's optimiser, for classes of calls that say so.
+
+    LLVM takes 0.3 to 1 s of a first call of attention, and what it makes takes ptxas 0.1 to 0.2 s more.
+    """
+
+    def mark(kernel: Kernel) -> Kernel:
+        _sparing.append((kernel, where))
+        return kernel
+
+    return mark
+
+
+def optimised(kernel: Any, constants: Constants) -> AbstractContextManager[None]:
+    """Inside, `kernel` is compiled as the first call of a class is."""
+    spares = any(kernel is other and where(constants) for other, where in _sparing)
+    return little_llvm() if spares else nullcontext()
 
 
 @contextmanager
-def sooner(kernel: Any) -> Iterator[None]:
+def sooner(kernel: Any, constants: Constants) -> Iterator[None]:
     """Inside, what a call of `kernel` compiles takes less time.
 
     Python's garbage collector pauses: Triton makes objects by the million while it translates a kernel,
@@ -31,7 +67,8 @@ def sooner(kernel: Any) -> Iterator[None]:
             kernel.device_caches[driver.get_current_device()]  # sets what it compiles with
             if not hasattr(kernel.compile, "__wrapped__"):
                 kernel.compile = _with_launcher_beside(kernel.compile)
-        yield
+        with optimised(kernel, constants):
+            yield
     finally:
         if paused:
             gc.enable()

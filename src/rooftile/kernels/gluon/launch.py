@@ -172,12 +172,13 @@ class Launch:
             run = self._kernel[(self._ctas,)]
             if later and self._index is not None:
                 run = partial(self._kernel.run, grid=(self._ctas,), warmup=True)
-            with sooner(self._kernel):
+            constants = dict(self._constants)
+            with sooner(self._kernel, constants):
                 compiled = run(
                     *descriptors,
                     *pointers,
                     *self._numbers,
-                    **dict(self._constants),
+                    **constants,
                     **self._options,
                 )
             if compiled is None:  # the simulator compiles nothing

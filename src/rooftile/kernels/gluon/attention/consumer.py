@@ -45,7 +45,7 @@ from rooftile.kernels.gluon.tile.mma import (
     rows_of,
     wait,
 )
-from rooftile.kernels.gluon.tile.opaque import opaque
+from rooftile.kernels.gluon.tile.opaque import opaque, unset
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.rows import coordinates
 from rooftile.kernels.gluon.tile.softmax import (
@@ -114,7 +114,7 @@ def next_block(
     if anchored:
         if problem.has_left or problem.has_right:
             careful = (n < low) | (n >= anchor)
-        alpha = gl.full([GROUP_ROWS], 1.0, gl.float32, rows_of(S))
+        alpha = unset(rows)  # read where this block is careful, and set there
         if careful:
             if spared:
                 if (n < low) | (n >= high):

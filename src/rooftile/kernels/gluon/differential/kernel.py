@@ -13,6 +13,7 @@ from rooftile.kernels.gluon.attention.sequences import Sequences
 from rooftile.kernels.gluon.attention.tile_list import ENTRY
 from rooftile.kernels.gluon.differential.config import Config
 from rooftile.kernels.gluon.differential.roles import Pair, attend_half, load_pairs
+from rooftile.kernels.gluon.first_call import spares_llvm
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import new_ring
 from rooftile.kernels.gluon.tile.schedule import new_queue
@@ -24,6 +25,7 @@ _UNSPECIALISED = [
 ]
 
 
+@spares_llvm()
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
 def differential_kernel(
     q1_desc,

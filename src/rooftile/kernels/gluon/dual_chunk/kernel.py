@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from rooftile.kernels.gluon.attention.config import Config
 from rooftile.kernels.gluon.dual_chunk.problem import FIELDS, ChunkProblem
 from rooftile.kernels.gluon.dual_chunk.roles import attend, load_tiles
+from rooftile.kernels.gluon.first_call import spares_llvm
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import new_ring
 from rooftile.kernels.gluon.tile.schedule import new_queue
@@ -22,6 +23,7 @@ _UNSPECIALISED = [
 ]
 
 
+@spares_llvm()
 @gluon.jit(do_not_specialize=_UNSPECIALISED)
 def dual_chunk_kernel(
     intra_desc,

@@ -1,4 +1,4 @@
-"""Numbers that the compiler does not see through.
+"""Numbers that the compiler does not see through, or does not have to set.
 
     if opaque(with_lse) > 0:  # compared here, not at the kernel's start
 
@@ -17,3 +17,10 @@ def opaque(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def unset(like):
+    """Float32 in the layout of `like`, int32, for a name that is read only where it is set again: a number in
+    its place would be moved into registers in every round of a loop."""
+    return gl.inline_asm_elementwise("", "=f,r", [like], dtype=gl.float32, is_pure=True, pack=1)

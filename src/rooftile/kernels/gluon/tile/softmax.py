@@ -109,8 +109,10 @@ class OnlineSoftmax:
     def anchor(self, s, factor):
         """The rescaling alpha, and the state whose maximum covers scores s, which are still to be
         weighed: see `weigh`."""
-        maximum = gl.maximum(gl.max(s, 1) * factor, self.maximum)
-        alpha = gl.exp2(self.maximum - maximum)
+        highest = gl.max(s, 1) * factor
+        # Not from the new maximum: it takes the place of the old one, which nobody needs beside it.
+        alpha = gl.exp2(gl.minimum(self.maximum - highest, 0.0))
+        maximum = gl.maximum(highest, self.maximum)
         return alpha, OnlineSoftmax(maximum, scaled(self.total, alpha))
 
     @gluon.jit
