@@ -28,6 +28,9 @@ from rooftile.kernels.gluon.attention.config import (  # noqa: E402
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
 from rooftile.kernels.gluon.first_call import optimised, sooner, spares_llvm  # noqa: E402
+from rooftile.kernels.gluon.paged import config as paged  # noqa: E402
+from rooftile.kernels.gluon.paged.kernel import constants as paged_constants  # noqa: E402
+from rooftile.kernels.gluon.paged.kernel import paged_kernel  # noqa: E402
 from rooftile.kernels.offline import offline  # noqa: E402
 from rooftile.kernels.triton_version import TRITON_VERSION, little_llvm  # noqa: E402
 
@@ -176,6 +179,22 @@ def test_what_attention_is_optimised_by(
     needed = ("ragged", "dynamic", "has_left", "has_right", "has_softcap", "has_sink")
     of_class = dict(constants(config, **(dict.fromkeys(needed, False) | features)))
     with optimised(attention_kernel, of_class):
+        assert level() == getattr(llvm, f"OPTIMIZE_{expected}")
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (paged.LARGE[64], "O0"),
+        (paged.LARGE[128], "O0"),
+        (paged.SHORT[paged.LARGE[128]], "O3"),
+        (paged.SMALL[128][0], "O3"),
+    ],
+)
+def test_what_paged_attention_is_optimised_by(config: paged.Config, expected: str) -> None:
+    plain = (16, 4, 4, False, False, True, False, False)
+    with optimised(paged_kernel, dict(paged_constants(config, *plain))):
         assert level() == getattr(llvm, f"OPTIMIZE_{expected}")
 
 

@@ -24,3 +24,12 @@ def unset(like):
     """Float32 in the layout of `like`, int32, for a name that is read only where it is set again: a number in
     its place would be moved into registers in every round of a loop."""
     return gl.inline_asm_elementwise("", "=f,r", [like], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def moved(x, after):
+    """x, float32, by an instruction that comes after `after` is known: into the place of what only that was made
+    from, where a loop that changes x in some rounds would move it in all others."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f,f", [x, after], dtype=gl.float32, is_pure=True, pack=1
+    )

@@ -24,6 +24,7 @@ the start m = sink, l = 1.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.tile.opaque import moved
 from rooftile.kernels.gluon.tile.record import record
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -109,11 +110,9 @@ class OnlineSoftmax:
     def anchor(self, s, factor):
         """The rescaling alpha, and the state whose maximum covers scores s, which are still to be
         weighed: see `weigh`."""
-        highest = gl.max(s, 1) * factor
-        # Not from the new maximum: it takes the place of the old one, which nobody needs beside it.
-        alpha = gl.exp2(gl.minimum(self.maximum - highest, 0.0))
-        maximum = gl.maximum(highest, self.maximum)
-        return alpha, OnlineSoftmax(maximum, scaled(self.total, alpha))
+        maximum = gl.maximum(gl.max(s, 1) * factor, self.maximum)
+        alpha = gl.exp2(self.maximum - maximum)
+        return alpha, OnlineSoftmax(moved(maximum, alpha), scaled(self.total, alpha))
 
     @gluon.jit
     def weigh(self, s, factor, software_share: gl.constexpr):
