@@ -196,7 +196,7 @@ def test_with_shared_prefixes_every_key_is_attended_once_and_merged_once(
         for part in range(strip.parts)
     }
     for item in items_of(found):
-        assert item.merge == (-2 if item.partial_row in of_groups else -1)
+        assert item.merge in ((-2, -3) if item.partial_row in of_groups else (-1,))
         rows = range(item.row_begin, item.row_end)
         if item.partial_row >= 0:
             part = range(item.partial_row, item.partial_row + len(rows))
@@ -266,19 +266,28 @@ def test_groups_have_ctas_of_their_own_where_that_is_even() -> None:
     for keys, requests in ((8192, 96), (2048, None)):
         found = plan(spec, [1] * 64, [keys + 256] * 64, [0, 64], [keys])
         kinds = [{item.merge for item in found.of_cta(cta)} for cta in range(256)]
-        alone = sum(kind == {-2} for kind in kinds)
+        alone = sum(kind == {-3} for kind in kinds)
         if (
             requests is None
         ):  # for 32 strips of half as many keys as shares have, 256 / 32 is not even
             assert {-1, -2} in kinds
             continue
-        assert kinds == [{-1}] * requests + [{-2}] * alone
+        assert kinds == [{-1}] * requests + [{-3}] * alone
         assert alone % 32 == 0
         for cta in range(requests, 256, 4):
             items = [found.of_cta(cta + tile) for tile in range(4)]
             assert [len(mine) for mine in items] == [1] * 4
             assert [mine[0].row_begin for mine in items] == [0, 64, 128, 192]
             assert len({(m[0].kv_head, m[0].kv_begin, m[0].kv_end) for m in items}) == 1
+
+
+@pytest.mark.parametrize(("requests", "reread"), [(32, -3), (64, -3), (80, -2), (96, -2)])
+def test_keys_that_few_query_tiles_read_together_are_said(requests: int, reread: int) -> None:
+    """A group of 64 requests has 4 query tiles; with more, some come too late for what was read."""
+    spec = replace(SPEC, groups=1, least_saved=4096, kv_tile=64, tile_rows=(64,), tile_cost=(3448,),
+                   item_cost=2750, num_ctas=264, batch=128, tokens=128, max_kv_len=8192 + 256)  # fmt: skip
+    found = plan(spec, [1] * requests, [8192 + 256] * requests, [0, requests], [8192])
+    assert {item.merge for item in items_of(found)} == {-1, reread}
 
 
 def test_one_long_request_among_short_ones() -> None:

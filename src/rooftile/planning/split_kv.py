@@ -49,7 +49,9 @@ shared keys and q_len more, so that a causal mask hides nothing. Members' strips
 shared keys. Every strip of such a group and of its members has parts: one in one item has its only part
 at row `partial_rows of cuts` + (requests: 0, groups: tokens x query heads) + kv_head x tokens x
 group_size + (q_begin x group_size + row_begin). Each strip, in the order of the line, has a `Shared`
-in the place of `Merge`s; an item's `merge` is -1, as no strip can be merged for itself.
+in the place of `Merge`s. No strip can be merged for itself: an item's `merge` says who else reads its keys,
+nobody (-1), a group's other query tiles at any time (-2), or up to `MOST_TOGETHER` of them, which CTAs next to
+this one have at the same time (-3).
 
 **The buffer.** A plan is one int32 buffer, sized by `Layout(spec)` from capacities alone, so that a
 captured CUDA graph can hold it while lengths change. Sections, each at a multiple of 32 words:
@@ -73,7 +75,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rooftile.planning.split_shares import Shares
+from rooftile.planning.split_shares import MOST_TOGETHER, Shares
 from rooftile.planning.split_strips import Strip, strips
 from rooftile.types import SplitSpec
 
@@ -94,7 +96,7 @@ class Item(NamedTuple):
     kv_begin: int  # KV tiles; equal: nothing is seen
     kv_end: int
     partial_row: int  # -1: the item is its whole strip and writes the output
-    merge: int  # index of the strip's merge, -1 where there is none, -2 of a group
+    merge: int  # index of the strip's merge, -1 where there is none; of a group -2 or -3
     q_begin: int  # cu_seqlens_q[request]
     q_len: int
     kv_len: int
@@ -318,7 +320,7 @@ def plan(
                 parts.setdefault(index, []).append(partial_row)
             items[index + cta] = Item(
                 strip.request, strip.kv_head, strip.row_begin, strip.row_end, strip.tile_rows,
-                begin, stop, partial_row, merge - bool(strip.queries.shared), strip.queries.q_begin,
+                begin, stop, partial_row, _reread(spec, strip, shares) or merge, strip.queries.q_begin,
                 strip.queries.q_len, strip.queries.kv_len,
             )  # fmt: skip
     ctas = [ctas[shares.of_cta(cta)] for cta in range(spec.num_ctas)]
@@ -326,6 +328,14 @@ def plan(
         return Plan(ctas, items, merges, used, len(line), drawn=drawn)
     requests = sum(not strip.queries.shared for strip in line)
     return Plan(ctas, items, _shared(spec, line, parts), used, len(line), requests)
+
+
+def _reread(spec: SplitSpec, strip: Strip, shares: Shares) -> int:
+    """How a group's keys are read again, 0 of a request's."""
+    if not strip.queries.shared:
+        return 0
+    tiles = -(-strip.queries.q_len * spec.group_size // strip.tile_rows)
+    return -3 if shares.alone and tiles <= MOST_TOGETHER else -2
 
 
 def _only_part(spec: SplitSpec, strip: Strip) -> int:

@@ -24,6 +24,7 @@ STRIP_BITS = tl.constexpr(20)  # of strips in one number with clocks
 STRIP_MASK = tl.constexpr((1 << 20) - 1)
 FAR = tl.constexpr(2**30)
 MOST_UNEVEN = tl.constexpr(split_shares.MOST_UNEVEN)
+MOST_TOGETHER = tl.constexpr(split_shares.MOST_TOGETHER)
 
 
 @triton.jit
@@ -471,7 +472,8 @@ def split_kv_single_kernel(
             only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
             has_parts = split | of_group | (skipped_ > 0)
             partial_row = tl.where(has_parts & ~split, only, partial_row)
-            merge = tl.where(of_group, -2, -1)
+            together = (alone > 0) & (query_tiles_ <= MOST_TOGETHER)
+            merge = tl.where(of_group, tl.where(together, -3, -2), -1)
         words = plan + items_at + index * ITEM_WORDS
         first_tile = from_tile + tl.where(continues, begins_at, 0)
         end_tile = tl.where(breaks, from_tile + ends_at, to_tile)

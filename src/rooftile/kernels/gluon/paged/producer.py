@@ -17,12 +17,12 @@ from rooftile.kernels.gluon.paged.work import (
     LAST,
     MERGE,
     MORE,
-    NO_MERGE,
     OF_REQUEST,
     PARTIAL_ROW,
     Q_BEGIN,
     Q_LEN,
     QUERIES,
+    READ_AGAIN,
     REQUEST,
     ROW_BEGIN,
     ROW_END,
@@ -212,8 +212,9 @@ def load_items(work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
     slot, window, before = _announce(work, queue, slot, words, share < end, boxes)
     while share < end:
         if work.passing:
-            # Keys of a request are read once, those of a prefix by every query tile of its group.
-            first_to_leave(gl.where(pick(words, MERGE) == NO_MERGE, 1, 0))
+            # Keys of a request are read once, those of a prefix by every query tile of its group: a few
+            # at a time, or at any time.
+            first_to_leave(gl.where(pick(words, MERGE) == READ_AGAIN, 0, 1))
         kv_head = pick(words, KV_HEAD)
         kv_begin = pick(words, KV_BEGIN)
         kv_end = pick(words, KV_END)
@@ -306,7 +307,7 @@ def load_values(work, queue, q_desc, v_desc, q_ring, v_ring):
     more = queue.field_of_warp(slot, MORE)
     while more > 0:
         if work.passing:
-            first_to_leave(gl.where(queue.field_of_warp(slot, JOINED_BY) == NO_MERGE, 1, 0))
+            first_to_leave(gl.where(queue.field_of_warp(slot, JOINED_BY) == READ_AGAIN, 0, 1))
         tiles = queue.field_of_warp(slot, TILES)
         last = queue.field_of_warp(slot, LAST)
         kv_head = queue.field_of_warp(slot, HEAD)

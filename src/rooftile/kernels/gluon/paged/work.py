@@ -22,7 +22,7 @@ Q_BEGIN = gl.constexpr(9)
 Q_LEN = gl.constexpr(10)
 KV_LEN = gl.constexpr(11)
 
-NO_MERGE = gl.constexpr(-1)  # of a request's item; -2: of a group's
+READ_AGAIN = gl.constexpr(-2)  # instead of a merge: the item's keys will be read again, at any time
 
 # Words of a merge of the plan.
 MERGE_WORDS = gl.constexpr(8)
