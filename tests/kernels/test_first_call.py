@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,13 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch  # noqa: E402
+import triton.language as tl  # noqa: E402
 from triton._C.libtriton import llvm  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
 
+from rooftile.kernels import triton_version  # noqa: E402
 from rooftile.kernels.gluon.attention.config import (  # noqa: E402
     ANCHORED,
     CONFIGS,
@@ -140,6 +145,49 @@ def test_llvm_is_spared_by_this_thread_alone_and_not_for_longer() -> None:
             raise ValueError
         assert level() == pool.submit(level).result() == llvm.OPTIMIZE_O3
     assert compiler.llvm.translate_to_asm is llvm.translate_to_asm
+
+
+@triton.jit
+def _copy(x, out):  # type: ignore[no-untyped-def]
+    tl.store(out, tl.load(x))
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_what_llvm_was_spared_for_is_another_entry_of_the_cache(tmp_path: Path) -> None:
+    """Or a kernel would stay what it was before a mark came or went, in tests of machine code as well."""
+    source = ASTSource(fn=_copy, signature={"x": "*fp32", "out": "*fp32"})
+    found = []
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+        for _ in range(2):
+            for level in (nullcontext, little_llvm):
+                with level():
+                    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert found == [False, False, True, True]
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_threads_that_begin_at_once_change_triton_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice told apart, a kernel would have another key than the same of another process."""
+    told = []
+
+    def slowly(backend_hash: Any) -> Any:
+        told.append(backend_hash)
+        time.sleep(0.05)
+        return backend_hash
+
+    def spare() -> None:
+        with little_llvm():
+            pass
+
+    monkeypatch.setattr(compiler, "llvm", llvm)
+    monkeypatch.setattr(compiler.CUDABackend, "hash", compiler.CUDABackend.hash)
+    monkeypatch.setattr(triton_version, "_told_apart", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(spare) for _ in range(4)]:
+            one.result()
+    assert len(told) == 1
 
 
 @pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")

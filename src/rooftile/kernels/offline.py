@@ -5,8 +5,9 @@
     print(built)                                    # what was compiled, and how long it took
 
 Inside, launching a kernel compiles it for the target exactly as the first call on such a GPU would,
-and runs nothing. Triton keys its cache by source, argument types, target and its own build, so the
-files serve a machine with the same Triton under the same Python version (TRITON_CACHE_DIR).
+and runs nothing. Triton keys its cache by source, argument types, target and its own build, and here by
+whether LLVM was spared (gluon/first_call.py), so the files serve a machine with the same Triton under
+the same Python version (TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations

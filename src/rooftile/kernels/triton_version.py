@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from threading import Lock
 from typing import Any
 
 import triton
@@ -96,6 +97,7 @@ def _with_shared_functions(specialize: Any) -> Any:
 warp_specialize = _with_shared_functions(gl.warp_specialize)
 
 _little: ContextVar[bool] = ContextVar("_little", default=False)
+_once = Lock()
 
 
 class _Llvm:
@@ -110,19 +112,35 @@ class _Llvm:
         return getattr(self._llvm, name)
 
 
+def _told_apart(backend_hash: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A backend's part of the keys of Triton's cache, which knows nothing of LLVM's levels."""
+
+    @wraps(backend_hash)
+    def told_apart(backend: Any) -> str:
+        return backend_hash(backend) + "-little-llvm" * _little.get()
+
+    return told_apart
+
+
+def _let_llvm_be_spared() -> None:
+    from triton.backends.nvidia import compiler
+
+    with _once:
+        if not isinstance(compiler.llvm, _Llvm):
+            compiler.CUDABackend.hash = _told_apart(compiler.CUDABackend.hash)
+            compiler.llvm = _Llvm(compiler.llvm)
+
+
 @contextmanager
 def little_llvm() -> Iterator[None]:
     """What this thread compiles inside is not optimised by LLVM, but for what Triton adds at every level
     (structs are taken apart, instructions combined).
 
-    MLIR's passes before it and the code generator and ptxas after it stay as they are. Other versions than
-    Triton 3.6 compile as always.
+    MLIR's passes before it and the code generator and ptxas after it stay as they are. Triton's cache keeps
+    what is compiled so apart from what is not. Other versions than Triton 3.6 compile as always.
     """
     if TRITON_VERSION == (3, 6):
-        from triton.backends.nvidia import compiler
-
-        if not isinstance(compiler.llvm, _Llvm):
-            compiler.llvm = _Llvm(compiler.llvm)
+        _let_llvm_be_spared()
     token = _little.set(True)
     try:
         yield
