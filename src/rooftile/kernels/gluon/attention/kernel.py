@@ -59,13 +59,13 @@ _UNSPECIALISED = [
 
 def _as_good_without_llvm(constants: Mapping[str, Any]) -> bool:
     """H200, time without LLVM's optimiser over time with it: dense d128 full 1.00, causal 0.99 to 1.00, s256 0.97 to
-    1.00, ragged causal 0.99, cut 0.97 to 1.00, d64 192 rows 0.99, d96 0.99, d192 causal 1.00, d256 1.00; what is left out: d64
-    in tiles of 64 keys 1.01 to 1.03, d128 in these 1.00 to 1.02, ragged d128 full 1.01, d192 full 1.01. Biases of ALiBi spill;
-    what functions of the caller would do is not known."""
+    1.00, ragged causal 0.99, cut 0.97 to 1.00, d64 192 rows 0.99, d96 0.99, d192 causal 1.00; what is left out: d64 in tiles of
+    64 keys 1.01 to 1.03, d128 in these 1.00 to 1.02, ragged d128 full 1.01, d192 full 1.01, d256 1.00 to 1.01. Biases of ALiBi
+    spill; what functions of the caller would do is not known."""
     if constants["has_alibi"] or constants["score_mod"] or constants["mask_mod"]:
         return False
     if not constants["anchored"]:
-        return True
+        return constants["k_dim"] < 256 or constants["split"]
     masked = constants["has_left"] or constants["has_right"] or constants["split"]
     if constants["block"] == 64:
         return constants["k_dim"] == 256 and masked
