@@ -290,6 +290,17 @@ def test_keys_that_few_query_tiles_read_together_are_said(requests: int, reread:
     assert {item.merge for item in items_of(found)} == {-1, reread}
 
 
+def test_keys_of_query_tiles_that_are_cut_in_different_places_stay() -> None:
+    spec = replace(SPEC, groups=2, least_saved=4096, kv_tile=64, tile_rows=(64,), tile_cost=(3448,),
+                   item_cost=2750, num_ctas=264, batch=64, tokens=64, max_kv_len=8192 + 256)  # fmt: skip
+    for keys, reread in (((8192, 8192), -3), ((8192, 6144), -2)):
+        kv_lens = [keys[0] + 256] * 32 + [keys[1] + 256] * 32
+        found = plan(spec, [1] * 64, kv_lens, [0, 32, 64], keys)
+        kinds = [{item.merge for item in found.of_cta(cta)} for cta in range(264)]
+        assert all(len(kind) <= 1 for kind in kinds)  # groups have CTAs of their own
+        assert set().union(*kinds) == {-1, reread}
+
+
 def test_one_long_request_among_short_ones() -> None:
     lengths = [(1, 32768), *[(1, 512)] * 63]
     found = planned(SPEC, lengths)

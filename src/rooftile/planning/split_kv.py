@@ -50,8 +50,8 @@ shared keys. Every strip of such a group and of its members has parts: one in on
 at row `partial_rows of cuts` + (requests: 0, groups: tokens x query heads) + kv_head x tokens x
 group_size + (q_begin x group_size + row_begin). Each strip, in the order of the line, has a `Shared`
 in the place of `Merge`s. No strip can be merged for itself: an item's `merge` says who else reads its keys,
-nobody (-1), a group's other query tiles at any time (-2), or up to `MOST_TOGETHER` of them where groups have CTAs
-of their own (-3): then CTAs next to this one have them at the same time, if strips of groups cost alike.
+nobody (-1), a group's other query tiles at any time (-2), or up to `MOST_TOGETHER` of them, which CTAs next to
+this one have at the same time (-3).
 
 **The buffer.** A plan is one int32 buffer, sized by `Layout(spec)` from capacities alone, so that a
 captured CUDA graph can hold it while lengths change. Sections, each at a multiple of 32 words:
@@ -335,7 +335,7 @@ def _reread(spec: SplitSpec, strip: Strip, shares: Shares) -> int:
     if not strip.queries.shared:
         return 0
     tiles = -(-strip.queries.q_len * spec.group_size // strip.tile_rows)
-    return -3 if shares.alone and tiles <= MOST_TOGETHER else -2
+    return -3 if shares.are_whole(strip) and tiles <= MOST_TOGETHER else -2
 
 
 def _only_part(spec: SplitSpec, strip: Strip) -> int:

@@ -49,6 +49,10 @@ class Shares:
                 cuts.append(_cut(self._spec, strip, self._line[strip], place - start))
         return cuts
 
+    def are_whole(self, strip: Strip) -> bool:
+        """Whether a group's strip takes whole shares: then its query tiles are cut in the same places."""
+        return bool(self.alone) and strip.cost * self._ctas == self.alone * self._of_groups
+
     def of_cta(self, cta: int) -> int:
         """Its share. CTAs of groups that are neighbours have the query tiles of the same keys."""
         if not self._others <= cta < self._others + self._ctas:

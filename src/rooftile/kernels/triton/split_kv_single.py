@@ -106,7 +106,7 @@ def _alone(total, of_groups, strips, used, num_kv_heads):
 @triton.jit
 def _shares(cta, lane, packed, place_of, total, used, batch, num_kv_heads, shares: tl.constexpr):
     """Where on the line each CTA's share begins, and which is the first to begin at or after each lane;
-    CTAs of requests, how many each strip of a group has, and strips of groups."""
+    CTAs of requests, how many each strip of a group has, strips of groups, and what these cost."""
     others = used  # CTAs of requests, and what these cost
     of_requests = total
     alone = 0
@@ -142,7 +142,7 @@ def _shares(cta, lane, packed, place_of, total, used, batch, num_kv_heads, share
         reached += of_all_parts
     if shares:
         by = tl.where(apart, by + others, by)
-    return place, by, others, alone, group_strips
+    return place, by, others, alone, group_strips, total - of_requests
 
 
 @triton.jit
@@ -322,7 +322,7 @@ def split_kv_single_kernel(
     used = tl.minimum(total, least.to(tl.int64) * cta_count).to(tl.int32) // least
     used = tl.maximum(used, 1)
     cta = tl.arange(0, cta_block)
-    place, by, others, alone, group_strips = _shares(
+    place, by, others, alone, group_strips, of_groups = _shares(
         cta, lane, packed, place_of, total, used, batch, num_kv_heads, shares
     )
     inside = place < total
@@ -447,7 +447,7 @@ def split_kv_single_kernel(
         skipped_ = tiles_
         if shares:
             skipped_ = tl.gather(skipped, request, 0)
-        rows_, tile_, _cost, query_tiles_, kv_len_, from_tile, to_tile = _shape(
+        rows_, tile_, cost_, query_tiles_, kv_len_, from_tile, to_tile = _shape(
             request, valid, q_len_, skipped_, tiles_, kv_lens, batch, group_size, left, kv_shift,
             cost_0, cost_1, cost_2, cost_3, tile_rows, shares,
         )  # fmt: skip
@@ -472,7 +472,9 @@ def split_kv_single_kernel(
             only = cut_rows + (heads * tokens + q_begin_) * group_size + row_begin
             has_parts = split | of_group | (skipped_ > 0)
             partial_row = tl.where(has_parts & ~split, only, partial_row)
-            together = (alone > 0) & (query_tiles_ <= MOST_TOGETHER)
+            strip_cost = item_cost + (to_tile - from_tile) * cost_
+            whole = strip_cost.to(tl.int64) * group_strips == of_groups  # shares, cut alike
+            together = (alone > 0) & (query_tiles_ <= MOST_TOGETHER) & whole
             merge = tl.where(of_group, tl.where(together, -3, -2), -1)
         words = plan + items_at + index * ITEM_WORDS
         first_tile = from_tile + tl.where(continues, begins_at, 0)
