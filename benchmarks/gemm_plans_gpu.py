@@ -21,24 +21,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rooftile.bench.ops.gemm import GROUPS
+from rooftile.bench.ops.gemm import GROUPS, checker, inputs
 from rooftile.bench.ops.gemm_plans import ITEMSIZE, Record, name_of
 from rooftile.bench.ops.timing import time_in_turn
 from rooftile.kernels.gluon.gemm.forward import matmul
-from rooftile.kernels.gluon.gemm.plan import Plan, choose_plan, config_of, plan_of
+from rooftile.kernels.gluon.gemm.plan import Plan, plan_of_choice
 from rooftile.kernels.gluon.launch import multiprocessors
-from rooftile.planning.hardware import H200
-from rooftile.planning.stream_k import Decomposition, Product
+from rooftile.planning.hardware import H200, Machine
+from rooftile.planning.stream_k import Product
 from rooftile.planning.stream_k_choice import (
     FEW_ROWS,
+    Choice,
     candidates,
-    may_be_transposed,
-    tilings_for,
+    choose,
+    options_for,
 )
-from rooftile.planning.stream_k_cost import is_apart, is_passing, predict
+from rooftile.planning.stream_k_cost import is_apart, predict
 
 SLOWER = 1.1  # than the most promising: what is not timed
-CHECKED_ROWS = 64
 DTYPE = torch.bfloat16
 
 
@@ -51,71 +51,31 @@ def records(cases: str) -> Iterator[Record]:
                 yield record
 
 
-def decompositions(product: Product, units: int) -> Iterator[Decomposition]:
+def choices(product: Product, machine: Machine, rows: tuple[int, int]) -> Iterator[Choice]:
     """All that the planner may choose from (stream_k_choice.py)."""
-    turned = Product(product.n, product.m, product.k)
-    for tiling in tilings_for(product, ITEMSIZE, True, units):
-        yield from candidates(product, units, [tiling])
-    if min(product.m, product.n) > FEW_ROWS and product.m != product.n:
-        for tiling in tilings_for(turned, ITEMSIZE, True, units):
-            if may_be_transposed(tiling):
-                found = candidates(turned, units, [tiling])
-                yield from (plan for plan in found if not is_apart(plan))
+    for what, tiling in options_for(product, machine.units, ITEMSIZE, turnable=True):
+        turned = what is not product
+        for found in candidates(what, machine.units, [tiling]):
+            if not (turned and is_apart(found)):
+                yield Choice(found, predict(found, machine, ITEMSIZE, rows, True, turned), turned)
 
 
 def promising(record: Record, units: int, most: int) -> dict[str, Plan]:
     """The plan that is chosen, first, and others that are predicted to take little longer, by their names."""
-    product, rows = record.product, record.rows
-    machine = replace(H200, units=units)
-    timed = []
-    for found in decompositions(product, units):
-        turned = found.product != product
-        seconds = predict(found, machine, ITEMSIZE, rows, True, turned)
-        config = config_of(found.tiling, ITEMSIZE).by_itself
-        if config.can_pass and is_passing(found, ITEMSIZE, rows):
-            config = config.passing_on
-        plan = replace(plan_of(config, found, seconds), transposed=turned)
-        timed.append((seconds, name_of(found, turned, config.passing), plan))
-    timed.sort(key=lambda one: one[0])
-    size = (product.m, product.n, product.k)
-    chosen = choose_plan(*size, ITEMSIZE, units, False, rows, True, True)
-    plans = {name: plan for _, name, plan in timed if _alike(plan, chosen)}
-    for seconds, name, plan in timed:
-        if len(plans) < most and seconds < SLOWER * timed[0][0]:
+    product, rows, machine = record.product, record.rows, replace(H200, units=units)
+    chosen = choose(product, machine, ITEMSIZE, None, rows, True, True)
+    others = sorted(choices(product, machine, rows), key=lambda choice: choice.seconds)
+    plans: dict[str, Plan] = {}
+    for choice in (chosen, *others):
+        if len(plans) < most and choice.seconds < SLOWER * others[0].seconds:
+            plan = plan_of_choice(choice, ITEMSIZE, rows, True)
+            name = name_of(choice.decomposition, choice.transposed, plan.config.passing)
             plans.setdefault(name, plan)
     return plans
 
 
-def _alike(plan: Plan, other: Plan) -> bool:
-    """Plans are compared by identity elsewhere."""
-    return all(
-        getattr(plan, name) == getattr(other, name)
-        for name in ("config", "transposed", "num_ctas", "group_ctas", "stream_tiles", "apart")
-    )
-
-
-def operands(product: Product, device: torch.device) -> tuple[Tensor, Tensor]:
-    """a [m, k] and b [k, n], whose columns are contiguous."""
-    generator = torch.Generator(device).manual_seed(0)
-    a, weight = (
-        torch.randn(rows, product.k, generator=generator, device=device).to(DTYPE)
-        for rows in (product.m, product.n)
-    )
-    return a, weight.T
-
-
 def run(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     return matmul(a, b, None, None, None, None, "none", DTYPE, False, plan)
-
-
-def check(a: Tensor, b: Tensor, plan: Plan, what: str) -> None:
-    """Raises RuntimeError where some of the rows are not those of float64."""
-    out = run(a, b, plan)
-    rows = torch.arange(0, a.shape[0], max(a.shape[0] // CHECKED_ROWS, 1), device=a.device)
-    exact = a[rows].double() @ b.double()
-    allowed = 4 * torch.finfo(DTYPE).eps * exact.abs().amax(-1, keepdim=True)
-    if not bool(((out[rows].double() - exact).abs() <= allowed).all()):
-        raise RuntimeError(f"{what} is wrong")
 
 
 def compile_part(part: int, parts: int, cases: str, most: int) -> None:
@@ -128,19 +88,20 @@ def compile_part(part: int, parts: int, cases: str, most: int) -> None:
     kernels = sorted({kernel for kernel, *_ in todo})[part::parts]
     for kernel, name, plan, record in todo:
         if kernel in kernels:
-            check(*operands(record.product, device), plan, f"{record.case} as {name}")
+            a, b = inputs(record.product, device, DTYPE)
+            checker(f"{record.case} as {name}", a, b)(run(a, b, plan))
 
 
 def measure(number: int, file: Path, cases: str, most: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with file.open("a") as rows:
         for record in records(cases):
-            a, b = operands(record.product, device)
+            a, b = inputs(record.product, device, DTYPE)
             plans = promising(record, multiprocessors(device), most)
             runs = {"library": partial(torch.mm, a, b)}
             for name, plan in plans.items():
-                check(a, b, plan, f"{record.case} as {name}")
                 runs[name] = partial(run, a, b, plan)
+                checker(f"{record.case} as {name}", a, b)(runs[name]())
             there = time_in_turn(runs, device, seconds=0.02, most_rounds=11)
             back = time_in_turn(dict(reversed(runs.items())), device, seconds=0.02, most_rounds=11)
             us = {name: round((there[name].us * back[name].us) ** 0.5, 2) for name in runs}

@@ -173,6 +173,27 @@ def cuts(plan: Decomposition) -> int:
     return plan.group_ctas if plan.scheme in ("split-k", "joined-k") else plan.tiling.split
 
 
+def options_for(
+    product: Product,
+    num_sms: int,
+    itemsize: int = 2,
+    tilings: Iterable[Tiling] | None = None,
+    plain: bool = True,
+    turnable: bool = False,
+) -> list[tuple[Product, Tiling]]:
+    """What tiles can be of: the product itself, or the transposed one, another object even where it is as
+    large. Arguments as for `choose`."""
+    if tilings is None:
+        tilings = tilings_for(product, itemsize, plain, num_sms)
+    options = [(product, tiling) for tiling in tilings]
+    turned = Product(product.n, product.m, product.k)
+    # Few rows are multiplied by weights that may be at rest, which other kernels load early.
+    if turnable and min(turned.m, turned.n) > FEW_ROWS and turned.m != turned.n:
+        of_turned = tilings_for(turned, itemsize, plain, num_sms)
+        options += [(turned, tiling) for tiling in of_turned if may_be_transposed(tiling)]
+    return options
+
+
 def choose(
     product: Product,
     machine: Machine,
@@ -187,14 +208,7 @@ def choose(
     tilings: those to choose from, `None` for the kernel's. rows, plain: as for `predict`.
     turnable: the result may be stored transposed (kernels/gluon/gemm/plan.py: Plan).
     """
-    if tilings is None:
-        tilings = tilings_for(product, itemsize, plain, machine.units)
-    options = [(product, tiling) for tiling in tilings]
-    turned = Product(product.n, product.m, product.k)
-    # Few rows are multiplied by weights that may be at rest, which other kernels load early.
-    if turnable and min(turned.m, turned.n) > FEW_ROWS and turned.m != turned.n:
-        of_turned = tilings_for(turned, itemsize, plain, machine.units)
-        options += [(turned, tiling) for tiling in of_turned if may_be_transposed(tiling)]
+    options = options_for(product, machine.units, itemsize, tilings, plain, turnable)
     bounds = [bound_of(*option, machine, itemsize) for option in options]
     fastest = math.inf
     timed: list[tuple[float, Decomposition]] = []
@@ -203,11 +217,11 @@ def choose(
             break
         what = bound.product
         for plan in candidates(what, machine.units, [bound.tiling]):
-            if what is turned and is_apart(plan):
+            if what is not product and is_apart(plan):
                 continue
             if bound.of(plan) > EQUAL * fastest:
                 continue  # most of them, and a tenth of the work
-            seconds = predict(plan, machine, itemsize, rows, plain, what is turned)
+            seconds = predict(plan, machine, itemsize, rows, plain, what is not product)
             fastest = min(fastest, seconds)
             timed.append((seconds, plan))
     seconds, best = least(timed)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rooftile.bench.ops.suite import Problem, Run, Suite, WrongResult, check_peers, families_of
 from rooftile.ops.gemm import MATMUL, matmul, matmul_call
 from rooftile.planning.roofline import linear_work
-from rooftile.planning.stream_k import product_of
+from rooftile.planning.stream_k import Product, product_of
 
 PEERS = ("torch",)  # cuBLAS on a GPU, oneDNN or MKL on a CPU
 CHECKED_ROWS = 64
@@ -57,6 +57,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
+def inputs(product: Product, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """a [m, k] and b [k, n], the transpose of weights stored [n, k]."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, weight = (
+        torch.randn(rows, product.k, generator=generator, device=device).to(dtype)
+        for rows in (product.m, product.n)
+    )
+    return a, weight.T
+
+
 def make(
     name: str,
     device: torch.device,
@@ -66,12 +76,7 @@ def make(
 ) -> Problem:
     """`kernels` None: every family of ours that supports the call, the reference only on a CPU."""
     product = product_of(name)
-    generator = torch.Generator(device).manual_seed(0)
-    a, weight = (
-        torch.randn(rows, product.k, generator=generator, device=device).to(dtype)
-        for rows in (product.m, product.n)
-    )
-    b = weight.T
+    a, b = inputs(product, device, dtype)
     call = matmul_call(a, b)
     # torch's product is a peer, by its own name; on a CPU it is what kernel="auto" takes.
     left_out = () if device.type == "cpu" and "torch" not in peers else ("torch",)
@@ -80,7 +85,7 @@ def make(
     runs: dict[str, Run] = {family: _ours(a, b, family) for family in families}
     others: dict[str, Run] = {peer: lambda: torch.mm(a, b) for peer in peers}
     work = linear_work(product.m, product.k, product.n, dtype.itemsize)
-    return Problem(str(product), work, runs, others, {}, _checker(str(product), a, b))
+    return Problem(str(product), work, runs, others, {}, checker(str(product), a, b))
 
 
 SUITE = Suite("gemm", GROUPS, gpu=("forward",), cpu=("cpu",), peers=PEERS, make=make)
@@ -90,7 +95,7 @@ def _ours(a: Tensor, b: Tensor, family: str) -> Run:
     return lambda: matmul(a, b, kernel=family)
 
 
-def _checker(name: str, a: Tensor, b: Tensor) -> Callable[[Any], float]:
+def checker(name: str, a: Tensor, b: Tensor) -> Callable[[Any], float]:
     """Error of a result on drawn rows: norm of the difference over the norm of the oracle."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(a.shape[0], (min(CHECKED_ROWS, a.shape[0]),), generator=generator)

@@ -11,7 +11,7 @@ from rooftile.kernels.gluon.tile.divisor import divisor_fields
 from rooftile.kernels.triton_version import TRITON_VERSION
 from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Decomposition, Product, Tiling, data_parallel
-from rooftile.planning.stream_k_choice import FEW_ROWS, choose
+from rooftile.planning.stream_k_choice import FEW_ROWS, Choice, choose
 from rooftile.planning.stream_k_cost import WHOLE_LINES, is_apart, is_passing, predict
 
 _CONFIGS = {
@@ -143,10 +143,17 @@ def choose_plan(
     product = Product(m, n, k)
     plain = in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0
     best = choose(product, machine, itemsize, None, rows, plain, turnable and plain)
-    found = best.decomposition
+    return plan_of_choice(best, itemsize, rows, plain)
+
+
+def plan_of_choice(choice: Choice, itemsize: int, rows: tuple[int, int], plain: bool) -> Plan:
+    """How a choice is run. rows: as for `choose_plan`. plain: the ring of tile/cluster.py can load its operands."""
+    found = choice.decomposition
     config = config_of(found.tiling, itemsize)
-    if plain and m > FEW_ROWS:  # few rows may be multiplied by weights that are loaded early
+    if (
+        plain and choice.asked.m > FEW_ROWS
+    ):  # few may be multiplied by weights that are loaded early
         config = config.by_itself
     if plain and config.can_pass and is_passing(found, itemsize, rows):
         config = config.passing_on
-    return replace(plan_of(config, found, best.seconds), transposed=best.transposed)
+    return replace(plan_of(config, found, choice.seconds), transposed=choice.transposed)
