@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 INSTALL := $(PIP) --constraint constraints.txt
 
 # Triton decides on import whether its kernels are compiled or interpreted: a process of its own.
-INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_triton_attention.py \
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/test_triton_attention.py \
 	tests/kernels/test_triton_gemm.py tests/kernels/test_triton_gemm_tiles.py \
 	tests/kernels/test_triton_step.py tests/kernels/test_triton_linear.py tests/kernels/test_triton_sampling.py tests/ops/test_qkv.py tests/ops/test_normed_linear.py \
 	tests/kernels/test_triton_split_kv.py tests/kernels/test_triton_paged.py \
