@@ -39,6 +39,15 @@ def test_few_rows_are_split() -> None:
     assert "parts to add" in output
 
 
+def test_operands_that_are_copied_first() -> None:
+    output = " ".join(explain("2500x2500x2500").split())
+    assert re.search(
+        r"copied, whose rows of 5000 bytes are no multiple of 16: \d+\.\d more", output
+    )
+    assert "rows that begin inside cache lines bind" not in output  # those of copies do not
+    assert "copied" not in explain("2496x2496x2496")
+
+
 def test_a_machine_that_was_not_measured() -> None:
     assert "on B200 SXM" in explain("2176x2176x4096", "--machine", "b200")
 

@@ -27,13 +27,14 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     from rooftile.planning.cores import gpu_of
     from rooftile.planning.stream_k import product_of
     from rooftile.planning.stream_k_choice import choose, reason, schemes
-    from rooftile.planning.stream_k_cost import costs_of, row_alignment
+    from rooftile.planning.stream_k_cost import WHOLE_LINES, costs_of, row_alignment
     from rooftile.planning.stream_k_timeline import timeline
 
     console = text_console()
     product, device = product_of(case), gpu_of(machine, "a matrix product")
-    rows = (row_alignment(2 * product.k),) * 2
-    choice = choose(product, device, rows=rows, turnable=product.n % 8 == 0)
+    copied = product.k % 8 != 0  # rows that the copy engine cannot address, of both operands
+    rows = WHOLE_LINES if copied else (row_alignment(2 * product.k),) * 2
+    choice = choose(product, device, rows=rows, turnable=product.n % 8 == 0, copied=copied)
     tiles = choice.decomposition.tiles
     if tiles > MOST_TILES:
         raise ValueError(
@@ -44,7 +45,7 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
     costs = costs_of(choice.decomposition, device)
     timelines = [(plan, timeline(plan, costs)) for plan in shown]
     _say_choice(console, choice, device, reason(choice, device, rows))
-    _say_parts(console, choice, device, rows)
+    _say_parts(console, choice, device, rows, copied)
     longest = max(span.end for _, spans in timelines for span in spans)
     width = timeline_width(console, WIDTH, beside=11)
     for plan, spans in timelines:
@@ -79,14 +80,18 @@ def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) ->
     )
 
 
-def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[int, int]) -> None:
+def _say_parts(
+    console: Console, choice: Choice, machine: Machine, rows: tuple[int, int], copied: bool
+) -> None:
     """What its time consists of."""
     from rooftile.planning.stream_k_cost import counts, is_passing
     from rooftile.planning.stream_k_prices import machinery
+    from rooftile.planning.tile_cost import predict_copies
 
     plan, prices = choice.decomposition, machinery(machine).prices
     passing = is_passing(plan, rows=rows)
-    found = counts(plan, machine, rows=rows, passing=passing, transposed=choice.transposed)
+    turned = choice.transposed
+    found = counts(plan, machine, rows=rows, passing=passing, transposed=turned, copied=copied)
     parts = {
         "launch": prices.launch,
         "first stages": found.first / prices.first_bandwidth,
@@ -97,6 +102,13 @@ def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[i
     }
     said = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in parts.items() if seconds)
     console.print(f"In microseconds: {said}.")
+    if copied:
+        product = choice.asked
+        copies = predict_copies(2 * product.k * (product.m + product.n), machine)
+        console.print(
+            f"Before that both operands are copied, whose rows of {2 * product.k} bytes are no multiple of 16: "
+            f"{copies * 1e6:.1f} more."
+        )
 
 
 def _title(plan: Decomposition, spans: Sequence[Span], machine: Machine) -> str:

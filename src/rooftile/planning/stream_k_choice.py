@@ -202,10 +202,11 @@ def choose(
     rows: tuple[int, int] = WHOLE_LINES,
     plain: bool = True,
     turnable: bool = False,
+    copied: bool = False,
 ) -> Choice:
     """The decomposition that is predicted to take least (see `least`).
 
-    tilings: those to choose from, `None` for the kernel's. rows, plain: as for `predict`.
+    tilings: those to choose from, `None` for the kernel's. rows, plain, copied: as for `predict`.
     turnable: the result may be stored transposed (kernels/gluon/gemm/plan.py: Plan).
     """
     options = options_for(product, machine.units, itemsize, tilings, plain, turnable)
@@ -221,7 +222,8 @@ def choose(
                 continue
             if bound.of(plan) > EQUAL * fastest:
                 continue  # most of them, and a tenth of the work
-            seconds = predict(plan, machine, itemsize, rows, plain, what is not product)
+            turned = what is not product
+            seconds = predict(plan, machine, itemsize, rows, plain, turned, copied)
             fastest = min(fastest, seconds)
             timed.append((seconds, plan))
     seconds, best = least(timed)

@@ -10,6 +10,7 @@ and gives each a price. So do we, but a step's price follows from what it does:
   together ask for fewer pieces than they receive;
 - CTAs at different places along K ask for lines that no other asks for at that time, and the cache answers
   each by itself. So do, while one tile takes, whole tiles after streamed ones: they begin at any time.
+  Lines that were written just before, of operands that had to be copied, are answered so in every step.
 
 The step takes what takes longest, a little more where others take nearly as long. A launch, the first
 stages of the ring, which nothing hides, and what follows the steps (parts of tiles) come on top; reading
@@ -104,11 +105,12 @@ def counts(
     passing: bool = False,
     transposed: bool = False,
     plain: bool = True,
+    copied: bool = False,
 ) -> Counts:
     """What its busiest CTA does.
 
     rows: bytes that rows of a and of b are multiples of, a line of the cache at most. transposed: its
-        result is stored so. plain: as for `predict`.
+        result is stored so. plain: as for `predict`. copied: the launch before has written the operands.
     """
     product, tiling, most = plan.product, plan.tiling, plan.most
     m, n, k = product.m, product.n, product.k
@@ -142,6 +144,8 @@ def counts(
     if tiling.split > 1:
         steps = scattered = segments * -(-tiling.iterations(product) // tiling.split)
         exchanged = 4.0 * block_m * block_n * segments
+    if copied:
+        scattered = steps
     apart = is_apart(plan)
     flops = 2.0 * m * n * k
     operands = float((m + n) * k * itemsize)
@@ -179,14 +183,15 @@ def predict(
     rows: tuple[int, int] = WHOLE_LINES,
     plain: bool = False,
     transposed: bool = False,
+    copied: bool = False,
 ) -> float:
     """Seconds, without walking through the CTAs.
 
-    rows, transposed: as for `counts`. plain: operands of two bytes whose contiguous dimension is k, which may pass.
+    rows, transposed, copied: as for `counts`. plain: operands of two bytes whose contiguous dimension is k, which may pass.
     """
     known = machinery(machine)
     passing = plain and is_passing(plan, itemsize, rows)
-    found = counts(plan, machine, itemsize, rows, passing, transposed, plain)
+    found = counts(plan, machine, itemsize, rows, passing, transposed, plain, copied)
     return known.prices.seconds(found, known.pace_of(plan.tiling))
 
 

@@ -57,6 +57,7 @@ def choose(
     stream = choose_plan(
         *(m, n, k, operands.itemsize, num_sms, batch_invariant, operands.rows, operands.plain),
         operands.bare and n * operands.itemsize % 16 == 0,
+        operands.copied > 0,
     )
     best: AnyPlan = stream
     seconds = stream.seconds + predict_copies(operands.copied, H200)

@@ -123,6 +123,7 @@ def choose_plan(
     rows: tuple[int, int] = WHOLE_LINES,
     in_pairs: bool = False,
     turnable: bool = False,
+    copied: bool = False,
 ) -> Plan:
     """The plan that is predicted to take least (planning/stream_k_cost.py).
 
@@ -131,6 +132,7 @@ def choose_plan(
     rows: bytes that rows of a and of b are multiples of, a line of the cache at most.
     in_pairs: k is the contiguous dimension of both operands, so CTAs may load columns together.
     turnable: the result may be stored transposed: see `Plan`.
+    copied: the launch before has written the operands.
     """
     machine = replace(H200, units=num_sms)
     if batch_invariant:
@@ -139,10 +141,10 @@ def choose_plan(
         times = [predict(x, machine, itemsize) for x in whole]
         config = few[times.index(min(times))]
         found = data_parallel(Product(m, n, k), config.tiling(itemsize), num_sms)
-        return plan_of(config, found, predict(found, machine, itemsize, rows))
+        return plan_of(config, found, predict(found, machine, itemsize, rows, copied=copied))
     product = Product(m, n, k)
     plain = in_pairs and TRITON_VERSION == (3, 6) and num_sms % 2 == 0
-    best = choose(product, machine, itemsize, None, rows, plain, turnable and plain)
+    best = choose(product, machine, itemsize, None, rows, plain, turnable and plain, copied)
     return plan_of_choice(best, itemsize, rows, plain)
 
 
