@@ -67,7 +67,7 @@ def _load_queries(work, q_tile, first_row, end_row, token, kv_head, k_dim: gl.co
 
 
 @gluon.jit
-def _next_queries(work, q_ring, q_fill, turn, group: gl.constexpr):
+def _next_queries(work, q_ring, q_fill, turn, group):
     """Gives the tile of queries back and waits for the next rotation: its fill, the turn after it."""
     q_ring.release(q_fill)
     following = work.q_fill(turn, group)
@@ -106,7 +106,7 @@ def _again(
     q,
     outs,
     dtype: gl.constexpr,
-    group: gl.constexpr,
+    group,
     S: gl.constexpr,
     O: gl.constexpr,  # noqa: E741
 ):
@@ -150,10 +150,19 @@ def attend_items(
     k_ring,
     v_ring,
     outs,
-    said,  # [8] int8: whether a warp has rows that are to be computed again
+    said,  # [groups, 4] int8: whether a warp has rows that are to be computed again
     group: gl.constexpr,
 ):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
+    if group == 0:
+        clear_padding(work)
+    start_turns(group, work.turns)
+    # As a number of the kernel's, so that what follows is translated once: see attention/consumer.py.
+    _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.to_tensor(group))
+
+
+@gluon.jit
+def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, group):
     block: gl.constexpr = work.block
     k_dim: gl.constexpr = k_ring.columns
     v_dim: gl.constexpr = v_ring.columns
@@ -165,10 +174,7 @@ def attend_items(
     gives_early: gl.constexpr = (
         work.packed > 0 and work.overlapped and (work.q_with_values or work.own_output)
     )
-    if group == 0:
-        clear_padding(work)
 
-    start_turns(group, work.turns)
     fill = first_fill()
     v_fill = first_fill()
     slot = first_fill()
@@ -261,7 +267,7 @@ def attend_items(
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
                 if work.anchored:
-                    of_group = said.slice(4 * group, 4, 0)
+                    of_group = said.index(group)
                     say_overflowed(of_group, softmax.total)
                     gl.thread_barrier()
                     if said_overflowed(of_group):

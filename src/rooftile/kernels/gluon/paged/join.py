@@ -20,7 +20,7 @@ _FEW_ROWS = gl.constexpr(32)  # of a warpgroup: more in flight of each, fewer at
 
 
 @gluon.jit
-def arrive_last(work, merge, parts, group: gl.constexpr):
+def arrive_last(work, merge, parts, group):
     """Counts this warpgroup's part of merge `merge`; whether it was the last of `parts`."""
     gl.thread_barrier()  # the part is written
     counter = work.plan + work.merges_at + merge * MERGE_WORDS

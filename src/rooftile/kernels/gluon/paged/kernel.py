@@ -21,6 +21,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.pages import allocate_page_ring, new_page_ring
 from rooftile.kernels.gluon.tile.schedule import new_queue
+from rooftile.kernels.triton_version import warp_specialize
 
 _UNSPECIALISED = [
     "q",
@@ -234,7 +235,7 @@ def paged_kernel(
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, block], dtype)
         p_tiles = gl.allocate_shared_memory(dtype, [2 * groups, few, block], p_layout)
         if groups == 1 and loaders == 1:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_few,
@@ -246,7 +247,7 @@ def paged_kernel(
                 [producer_registers],
             )
         elif groups == 1:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_few,
@@ -259,7 +260,7 @@ def paged_kernel(
                 [producer_registers, producer_registers],
             )
         else:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_few,
@@ -277,9 +278,11 @@ def paged_kernel(
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
         outs = allocate_page_ring(o_desc, GROUP_ROWS, v_dim, groups) if own_output else q_ring
-        said = gl.allocate_shared_memory(gl.int8, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        said = gl.allocate_shared_memory(
+            gl.int8, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
         if groups == 1 and loaders == 1:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_items,
@@ -291,7 +294,7 @@ def paged_kernel(
                 [producer_registers],
             )
         elif groups == 1:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_items,
@@ -304,7 +307,7 @@ def paged_kernel(
                 [producer_registers, producer_registers],
             )
         elif loaders == 1:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_items,
@@ -320,7 +323,7 @@ def paged_kernel(
                 [consumer_registers, producer_registers],
             )
         else:
-            gl.warp_specialize(
+            warp_specialize(
                 [
                     (
                         attend_items,

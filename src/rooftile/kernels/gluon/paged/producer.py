@@ -82,11 +82,13 @@ def _load_tile(
         whole = whole & (tile * work.block >= first_key)
     if whole:  # fewer numbers to work out: one warp issues all boxes
         for p in gl.static_range(pages):
-            ring.load(fill, p, desc, found[p] * pitch + inside, kv_head, rows)
+            # As numbers of the kernel's: `load` is translated once, not for each box.
+            row = found[p] * pitch + inside
+            ring.load(fill, gl.to_tensor(p), desc, row, kv_head, gl.to_tensor(rows))
     else:
         for p in gl.static_range(pages):
             valid = _valid_rows(work, tile * work.block + p * rows, first_key, kv_len, rows)
-            ring.load(fill, p, desc, found[p] * pitch + inside, kv_head, valid)
+            ring.load(fill, gl.to_tensor(p), desc, found[p] * pitch + inside, kv_head, valid)
 
 
 @gluon.jit

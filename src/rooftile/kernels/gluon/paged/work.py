@@ -139,7 +139,7 @@ class Work:
         return self.group if self.group > 0 else self.group_size
 
     @gluon.jit
-    def q_fill(self, turn, group: gl.constexpr):
+    def q_fill(self, turn, group):
         """The fill of the Q ring for a warpgroup: each has a stage of its own, or two."""
         return Fill(turn.stage * self.groups + group, turn.phase)
 

@@ -65,7 +65,7 @@ class PageRing:
         mbarrier.expect(self.ring.full.index(at.stage), self.bytes)
 
     @gluon.jit
-    def load(self, at, page: gl.constexpr, desc, row, head, valid):
+    def load(self, at, page, desc, row, head, valid):
         """Producer: starts the copy of the stage's box number `page` along the keys.
 
         row: the page's first row, counted from the pool's first in rows of one head.
@@ -74,7 +74,7 @@ class PageRing:
         self.fetch(at, page, desc, (RAGGED_END, row + valid, head, RAGGED_END - valid))
 
     @gluon.jit
-    def fetch(self, at, page: gl.constexpr, desc, corner):
+    def fetch(self, at, page, desc, corner):
         """Producer: starts the copy of box number `page`; corner: without the column."""
         full = self.ring.full.index(at.stage)
         for half in gl.static_range(self.halves):
