@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from triton._C.libtriton import llvm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, code_generator  # noqa: E402
 
 from rooftile.kernels import triton_version  # noqa: E402
 from rooftile.kernels.gluon.attention.config import (  # noqa: E402
@@ -32,12 +32,21 @@ from rooftile.kernels.gluon.attention.config import (  # noqa: E402
     Config,
 )
 from rooftile.kernels.gluon.attention.kernel import attention_kernel, constants  # noqa: E402
-from rooftile.kernels.gluon.first_call import optimised, sooner, spares_llvm  # noqa: E402
+from rooftile.kernels.gluon.first_call import (  # noqa: E402
+    optimised,
+    sooner,
+    spares_llvm,
+    unchecked,
+)
 from rooftile.kernels.gluon.paged import config as paged  # noqa: E402
 from rooftile.kernels.gluon.paged.kernel import constants as paged_constants  # noqa: E402
 from rooftile.kernels.gluon.paged.kernel import paged_kernel  # noqa: E402
 from rooftile.kernels.offline import offline  # noqa: E402
-from rooftile.kernels.triton_version import TRITON_VERSION, little_llvm  # noqa: E402
+from rooftile.kernels.triton_version import (  # noqa: E402
+    TRITON_VERSION,
+    little_llvm,
+    translate_sooner,
+)
 
 SOURCE = SimpleNamespace(signature={"x_desc": "tensordesc<bf16[64, 64],l>", "n": "i32"})
 
@@ -165,6 +174,41 @@ def test_what_llvm_was_spared_for_is_another_entry_of_the_cache(tmp_path: Path) 
                 with level():
                     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert found == [False, False, True, True]
+
+
+@triton.jit
+def _sum(x, y, out):  # type: ignore[no-untyped-def]
+    tl.store(out, tl.load(x) + tl.load(y) * 3)
+
+
+def test_sums_that_are_not_checked_are_the_same(tmp_path: Path) -> None:
+    source = ASTSource(fn=_sum, signature=dict.fromkeys(("x", "y", "out"), "*i32"))
+    with triton.knobs.cache.scope(), triton.knobs.runtime.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        checked, plain = (
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            for options in ({}, unchecked())
+        )
+        triton.knobs.runtime.debug = True
+        assert unchecked() == {"sanitize_overflow": True}
+    assert len(plain.asm["source"]) < len(checked.asm["source"])
+    assert plain.asm["ttgir"] == checked.asm["ttgir"]
+    assert plain.asm["cubin"] == checked.asm["cubin"]
+
+
+@pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")
+def test_what_translates_sooner_says_and_warns_what_triton_does() -> None:
+    """Names of types are in the messages of errors, and what Triton warns of is heard."""
+    translate_sooner()
+    assert tl.tuple_type([tl.int32, tl.float32]).name == "[:int32,:fp32]"
+    assert str(tl.tuple_type([tl.int32], ["rows"])) == "[rows:int32]"
+    named = tl.tuple_type([tl.int32], ["rows"])
+    assert named != tl.tuple_type([tl.int32])
+    assert named == tl.tuple_type([tl.int32], ["rows"])
+    with pytest.warns(UserWarning, match="hidden"):
+        code_generator.warnings.warn("hidden", stacklevel=1)
+    with code_generator.warnings.catch_warnings():
+        code_generator.warnings.simplefilter("ignore", UserWarning)
 
 
 @pytest.mark.skipif(TRITON_VERSION != (3, 6), reason="another Triton is left to itself")

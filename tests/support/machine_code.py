@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 
-from rooftile.kernels.gluon.first_call import optimised
-from rooftile.kernels.triton_version import GluonASTSource
+from rooftile.kernels.gluon.first_call import optimised, unchecked
+from rooftile.kernels.triton_version import GluonASTSource, translate_sooner
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 HOPPER = 90
@@ -59,7 +59,8 @@ def compile_for_hopper(
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(fn=kernel, signature=signature, constexprs=dict(constants))
-    options = {"num_warps": num_warps, "maxnreg": most_registers}
+    options = {"num_warps": num_warps, "maxnreg": most_registers, **unchecked()}
+    translate_sooner()
     with optimised(kernel, constants):
         compiled = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     code = _disassemble(compiled.asm["cubin"])

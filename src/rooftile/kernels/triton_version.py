@@ -6,7 +6,7 @@ module needs Triton, not a GPU.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -32,6 +32,7 @@ __all__ = [
     "tma_load",
     "tma_store",
     "tma_store_wait",
+    "translate_sooner",
     "warp_specialize",
 ]
 
@@ -96,6 +97,7 @@ def _with_shared_functions(specialize: Any) -> Any:
 
 warp_specialize = _with_shared_functions(gl.warp_specialize)
 
+
 _little: ContextVar[bool] = ContextVar("_little", default=False)
 _once = Lock()
 
@@ -146,6 +148,45 @@ def little_llvm() -> Iterator[None]:
         yield
     finally:
         _little.reset(token)
+
+
+class _But:
+    """A module, but for names that something quicker stands for."""
+
+    def __init__(self, module: Any, **instead: Any) -> None:
+        self.__dict__.update(instead, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def translate_sooner() -> None:
+    """Takes a quarter of the time from Triton's translation of functions, which makes the same of them.
+
+    For every node it visits, it silences warnings that Python stopped giving long ago; and every value made of
+    others, such as a shape, spells out a name for its type, which errors alone show. Other versions than
+    Triton 3.6 translate as always.
+    """
+    if TRITON_VERSION != (3, 6):
+        return
+    from triton.compiler import code_generator
+    from triton.language.core import tuple_type
+
+    def __init__(self: Any, types: Any, fields: Any = None) -> None:
+        self.types = types
+        self.fields = fields or [""] * len(types)
+
+    def name(self: Any) -> str:
+        named = zip(self.fields, self.types, strict=True)
+        return "[" + ",".join(f"{field}:{kind}" for field, kind in named) + "]"
+
+    with _once:
+        if not isinstance(code_generator.warnings, _But):
+            tuple_type.__init__ = __init__
+            tuple_type.name = property(name)
+            code_generator.warnings = _But(
+                code_generator.warnings, catch_warnings=nullcontext, simplefilter=lambda *_: None
+            )
 
 
 def relaunch(compiled: Any, ctas: int, arguments: tuple[Any, ...], cluster: int = 1) -> None:

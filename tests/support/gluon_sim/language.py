@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -324,7 +324,12 @@ def modules() -> dict[str, ModuleType]:
     )
     prefix = "triton.experimental.gluon"
     return {
-        "triton": _module("triton", __version__="3.6.0", cdiv=lambda a, b: -(-a // b)),
+        "triton": _module(
+            "triton",
+            __version__="3.6.0",
+            cdiv=lambda a, b: -(-a // b),
+            knobs=SimpleNamespace(runtime=SimpleNamespace(debug=False)),
+        ),
         "triton.experimental": _module("triton.experimental", gluon=gluon),
         prefix: gluon,
         f"{prefix}._runtime": _module(f"{prefix}._runtime", GluonASTSource=None),

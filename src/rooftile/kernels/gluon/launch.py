@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.kernels.gluon.first_call import sooner
+from rooftile.kernels.gluon.first_call import sooner, unchecked
 from rooftile.kernels.triton_version import BareKernel, TensorDescriptor, bare_kernel, relaunch
 
 _MOST_DESCRIBED = 128  # sets of addresses whose tensor maps are kept
@@ -75,7 +75,7 @@ class Launch:
         self._boxes = boxes
         self._numbers = numbers
         self._constants = constants
-        self._options: dict[str, int] = {"num_warps": warps}
+        self._options: dict[str, int] = {"num_warps": warps, **unchecked()}
         if dependent:
             self._options["launch_pdl"] = True
         if most_registers:
