@@ -15,13 +15,20 @@ from pathlib import Path
 import numpy
 from scipy.optimize import least_squares
 
-from rooftile.bench.ops.gemm_plans import DEEP_TILES, TILES, is_deep, level, pooled, read_records
+from rooftile.bench.ops.gemm_plans import (
+    DEEP_TILES,
+    TILES,
+    has_deep_ring,
+    level,
+    pooled,
+    read_records,
+)
 from rooftile.planning.hardware import H200
 from rooftile.planning.roofline import linear_work
 from rooftile.planning.stream_k import Product
 from rooftile.planning.tile_cost import STEP
 
-RESIDENT = {"64x32": 3, "64x64": 3, "128x64": 2}
+RESIDENT = {"64x16": 1, "64x32": 3, "64x64": 3, "128x64": 2}
 UNITS = (1, 2, 8)
 MOST_US = 30.0
 NEAR, FAR = 1.15, 1.5
@@ -61,7 +68,7 @@ def main(file: Path) -> None:
             if name != shape and shape in RESIDENT and us < MOST_US:
                 # What is much slower than another plan, or the library, will not be chosen.
                 slower = us / min(best[record.case], record.vendor)
-                deep = record.run >= DEEP_TILES and is_deep(record, name)
+                deep = record.run >= DEEP_TILES and has_deep_ring(record, name)
                 far = 1 if slower < NEAR else 2 if slower < FAR else 4
                 known.append((shape, product, deep, us, far))
         if record.copies is not None:
@@ -74,12 +81,15 @@ def main(file: Path) -> None:
         [4.0, 5.0, 3.5, 2.5] + [2.0, *(0.5, 0.5, 1.0) * 3] * len(RESIDENT) + [0.2] * len(RESIDENT)
     )
     x = numpy.abs(least_squares(off, guess, loss="soft_l1", f_scale=0.05, max_nfev=400).x)
-    print(json.dumps({H200.name: as_data([float(v) for v in x], copies)}, indent=2))
+    measured = {(shape, math.gcd(product.k, 8)) for shape, product, *_ in known}
+    print(json.dumps({H200.name: as_data([float(v) for v in x], copies, measured)}, indent=2))
     near = [error for error, row in zip(off(x), known, strict=True) if row[4] == 1]
     print(f"{len(near)} times of tiles that are near the best are off by {numpy.std(near):.1%}")
 
 
-def as_data(x: Sequence[float], copies: list[tuple[float, float]]) -> dict[str, object]:
+def as_data(
+    x: Sequence[float], copies: list[tuple[float, float]], measured: set[tuple[str, int]]
+) -> dict[str, object]:
     def seconds(value: float) -> float:
         return float(f"{value * 1e-6:.4g}")
 
@@ -96,7 +106,11 @@ def as_data(x: Sequence[float], copies: list[tuple[float, float]]) -> dict[str, 
         odd, *rest = x[4 + 10 * i : 14 + 10 * i]
         costs: dict[str, object] = {"resident": resident, "odd": seconds(odd)}
         for j, name in enumerate(("setup", "work", "latency")):
-            costs[name] = {str(unit): seconds(rest[3 * u + j]) for u, unit in enumerate(UNITS)}
+            costs[name] = {
+                str(unit): seconds(rest[3 * u + j])
+                for u, unit in enumerate(UNITS)
+                if (shape, unit) in measured
+            }
         costs["deep"] = seconds(x[4 + 10 * len(RESIDENT) + i])
         tiles[shape] = costs
     return data | {"tiles": tiles}

@@ -16,7 +16,24 @@ def test_rings_are_deep_where_no_multiprocessor_has_two_tiles() -> None:
     assert stages_of(product, 64, 32, 8, 132) == stages_of(product, 64, 64, 8, 132) == DEEP
     assert stages_of(product, 64, 32, 8, 113) == STAGES
     assert stages_of(product, 64, 32, 2, 132) == STAGES  # pieces of four bytes
-    assert stages_of(product, 128, 64, 8, 132) == STAGES
+    assert stages_of(product, 128, 64, 8, 132) == DEEP
+
+
+def test_no_stage_stays_empty() -> None:
+    assert (
+        stages_of(Product(200, 120, 80), 64, 16, 8, 132) == 3
+    )  # two steps, and one that is multiplied
+    assert stages_of(Product(200, 120, 1), 64, 32, 1, 132) == 2
+
+
+def test_narrow_tiles_are_known_where_no_multiprocessor_has_two() -> None:
+    few, many = Product(1024, 120, 368), Product(1088, 296, 120)  # 128 and 323 tiles of 64 x 16
+    narrow, wider = (predict_tiles(few, 64, n, 8, H200) for n in (16, 32))
+    assert narrow is not None
+    assert wider is not None
+    assert narrow < wider  # 5.9 and 6.3 microseconds, measured
+    assert predict_tiles(many, 64, 16, 8, H200) is None
+    assert predict_tiles(few, 64, 16, 4, H200) is None  # pieces of eight bytes
 
 
 @pytest.mark.parametrize(("block_n", "measured"), [(32, 11.0), (64, 11.4)])

@@ -29,10 +29,10 @@ MOST_STEPS = {8: 20, 4: 20, 2: 20, 1: 10}
 
 @dataclass(frozen=True)
 class TileCosts:
-    """Seconds, by the elements that can be loaded at a time.
+    """Seconds, by the elements that can be loaded at a time, as far as that was measured.
 
-    resident: tiles that a multiprocessor holds at a time. odd: more where a row of the result has
-    an odd number of elements. deep: latency with DEEP stages.
+    resident: tiles that a multiprocessor holds at a time; 1: more were not measured. odd: more where a row of the
+    result has an odd number of elements. deep: latency with DEEP stages.
     """
 
     resident: int
@@ -84,14 +84,23 @@ def suits_tiles(product: Product, unit: int, units: int) -> bool:
     return m * n * k <= MOST_STEPS[unit] * STEP**3 * units and k <= MOST_K
 
 
-def stages_of(product: Product, block_m: int, block_n: int, unit: int, units: int) -> int:
-    """Stages of a tile's ring: more where rows are loaded in whole pieces and no multiprocessor has two tiles,
-    so that nobody else needs the shared memory (2432 x 72 x 1176: 12.2 microseconds with four, 11.0).
+def is_deep(product: Product, block_m: int, block_n: int, unit: int, units: int) -> bool:
+    """Whether a tile's ring has more stages than others': where rows are loaded in whole pieces and no
+    multiprocessor has two tiles, so that nobody else needs the shared memory (2432 x 72 x 1176: 12.2 microseconds
+    with four, 11.0).
 
     unit: as for `predict_tiles`.
     """
-    alone = ceil(product.m / block_m) * ceil(product.n / block_n) <= units
-    return DEEP if unit == 8 and alone and block_m == 64 else STAGES
+    return unit == 8 and ceil(product.m / block_m) * ceil(product.n / block_n) <= units
+
+
+def stages_of(product: Product, block_m: int, block_n: int, unit: int, units: int) -> int:
+    """Stages of a tile's ring, none that a short k leaves empty: the code before the loop is as long as the ring.
+
+    unit: as for `predict_tiles`.
+    """
+    most = DEEP if is_deep(product, block_m, block_n, unit, units) else STAGES
+    return min(most, ceil(product.k / STEP) + 1)
 
 
 def predict_tiles(
@@ -109,9 +118,11 @@ def predict_tiles(
     tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
     steps = ceil(product.k / STEP)
     share = ceil(tiles / machine.units)
+    if unit not in costs.setup or (costs.resident == 1 and share > 1):
+        return None
     working = share * steps * costs.work[unit]
-    stages = stages_of(product, block_m, block_n, unit, machine.units)
-    latency = costs.deep if stages == DEEP else costs.latency[unit]
+    deep = is_deep(product, block_m, block_n, unit, machine.units)
+    latency = costs.deep if deep else costs.latency[unit]
     waiting = ceil(share / costs.resident) * steps * latency
     computing = known.launch + costs.setup[unit] + (working**3 + waiting**3) ** (1 / 3)
     computing += costs.odd if product.n % 2 else 0.0

@@ -42,7 +42,7 @@ from rooftile.planning.stream_k_cost import (
     row_alignment,
 )
 from rooftile.planning.stream_k_prices import STEP_BYTES, machinery
-from rooftile.planning.tile_cost import DEEP, predict_tiles, stages_of, suits_tiles
+from rooftile.planning.tile_cost import is_deep, predict_tiles, suits_tiles
 from rooftile.planning.vendor_cost import MARGIN, broken_share, predict_vendor
 
 TILES, PASSING, TURNED = " tiles", " +", "T "
@@ -133,19 +133,19 @@ def current(records: Sequence[Record]) -> list[Record]:
             kept = {n: us for n, us in record.plans.items() if n.endswith(TILES)}
             record = replace(record, plans=kept)
         if record.run < DEEP_TILES:
-            kept = {n: us for n, us in record.plans.items() if not is_deep(record, n)}
+            kept = {n: us for n, us in record.plans.items() if not has_deep_ring(record, n)}
             record = replace(record, plans=kept)
         found.append(record)
     return found
 
 
-def is_deep(record: Record, name: str) -> bool:
+def has_deep_ring(record: Record, name: str) -> bool:
     """Whether these are small tiles whose ring has six stages, four before run DEEP_TILES."""
     if not name.endswith(TILES):
         return False
     block_m, block_n = map(int, name.removesuffix(TILES).split("x"))
     unit = math.gcd(record.product.k, 8)
-    return stages_of(record.product, block_m, block_n, unit, H200.units) == DEEP
+    return is_deep(record.product, block_m, block_n, unit, H200.units)
 
 
 def pooled(records: Iterable[Record]) -> list[Record]:

@@ -17,7 +17,7 @@ from rooftile.planning.hardware import H200
 from rooftile.planning.stream_k import Product
 from rooftile.planning.tile_cost import predict_copies, predict_tiles, stages_of, suits_tiles
 
-TILES = ((64, 32), (64, 64), (128, 64))
+TILES = ((64, 16), (64, 32), (64, 64), (128, 64))
 # Predictions are of a product alone. One after another, as in an engine, few rows take half as long by the
 # kernel that is for them: its weights are loaded under the end of the product before.
 LATER = 1.12
