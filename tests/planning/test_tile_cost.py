@@ -20,9 +20,8 @@ def test_rings_are_deep_where_no_multiprocessor_has_two_tiles() -> None:
 
 
 def test_no_stage_stays_empty() -> None:
-    assert (
-        stages_of(Product(200, 120, 80), 64, 16, 8, 132) == 3
-    )  # two steps, and one that is multiplied
+    two_steps = Product(200, 120, 80)  # and a stage that is multiplied
+    assert stages_of(two_steps, 64, 16, 8, 132) == 3
     assert stages_of(Product(200, 120, 1), 64, 32, 1, 132) == 2
 
 
@@ -34,6 +33,7 @@ def test_narrow_tiles_are_known_where_no_multiprocessor_has_two() -> None:
     assert narrow < wider  # 5.9 and 6.3 microseconds, measured
     assert predict_tiles(many, 64, 16, 8, H200) is None
     assert predict_tiles(few, 64, 16, 4, H200) is None  # pieces of eight bytes
+    assert predict_tiles(replace(few, n=121), 64, 16, 8, H200) is None  # rows of an odd length
 
 
 @pytest.mark.parametrize(("block_n", "measured"), [(32, 11.0), (64, 11.4)])

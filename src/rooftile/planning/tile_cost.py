@@ -31,12 +31,13 @@ MOST_STEPS = {8: 20, 4: 20, 2: 20, 1: 10}
 class TileCosts:
     """Seconds, by the elements that can be loaded at a time, as far as that was measured.
 
-    resident: tiles that a multiprocessor holds at a time; 1: more were not measured. odd: more where a row of the
-    result has an odd number of elements. deep: latency with DEEP stages.
+    resident: tiles that a multiprocessor holds at a time; 1 where such tiles are not taken when it gets several.
+    odd: more where a row of the result has an odd number of elements, `None` where that was not measured. deep:
+    latency with DEEP stages.
     """
 
     resident: int
-    odd: float
+    odd: float | None
     setup: dict[int, float]
     work: dict[int, float]
     latency: dict[int, float]
@@ -118,14 +119,14 @@ def predict_tiles(
     tiles = ceil(product.m / block_m) * ceil(product.n / block_n)
     steps = ceil(product.k / STEP)
     share = ceil(tiles / machine.units)
-    if unit not in costs.setup or (costs.resident == 1 and share > 1):
+    odd = costs.odd if product.n % 2 else 0.0
+    if unit not in costs.setup or odd is None or (costs.resident == 1 and share > 1):
         return None
     working = share * steps * costs.work[unit]
     deep = is_deep(product, block_m, block_n, unit, machine.units)
     latency = costs.deep if deep else costs.latency[unit]
     waiting = ceil(share / costs.resident) * steps * latency
-    computing = known.launch + costs.setup[unit] + (working**3 + waiting**3) ** (1 / 3)
-    computing += costs.odd if product.n % 2 else 0.0
+    computing = known.launch + costs.setup[unit] + odd + (working**3 + waiting**3) ** (1 / 3)
     moved = linear_work(product.m, product.k, product.n, 2).bytes
     reading = known.start + moved / known.bandwidth
     return float((computing**known.sharpness + reading**known.sharpness) ** (1 / known.sharpness))
