@@ -173,6 +173,7 @@ def test_operands_that_were_copied_are_loaded_alone() -> None:
             found = counts(plan, H200, copied=copied)
             assert found.scattered == (found.steps if copied else 0)
             assert best.seconds == predict(plan, H200, plain=True, copied=copied)
+            assert best.copied == copied
             asked.append(found.alone * found.steps)
         assert asked[1] < 0.8 * asked[0]
         assert predict(plan, H200, copied=True) > predict(plan, H200)

@@ -42,10 +42,10 @@ def explain_gemm(case: str, machine: str, plot: Path | None) -> None:
             f"smaller m or n"
         )
     shown = schemes(choice.decomposition, device)
-    costs = costs_of(choice.decomposition, device)
+    costs = costs_of(choice.decomposition, device, copied)
     timelines = [(plan, timeline(plan, costs)) for plan in shown]
     _say_choice(console, choice, device, reason(choice, device, rows))
-    _say_parts(console, choice, device, rows, copied)
+    _say_parts(console, choice, device, rows)
     longest = max(span.end for _, spans in timelines for span in spans)
     width = timeline_width(console, WIDTH, beside=11)
     for plan, spans in timelines:
@@ -80,9 +80,7 @@ def _say_choice(console: Console, choice: Choice, machine: Machine, why: str) ->
     )
 
 
-def _say_parts(
-    console: Console, choice: Choice, machine: Machine, rows: tuple[int, int], copied: bool
-) -> None:
+def _say_parts(console: Console, choice: Choice, machine: Machine, rows: tuple[int, int]) -> None:
     """What its time consists of."""
     from rooftile.planning.stream_k_cost import counts, is_passing
     from rooftile.planning.stream_k_prices import machinery
@@ -90,7 +88,7 @@ def _say_parts(
 
     plan, prices = choice.decomposition, machinery(machine).prices
     passing = is_passing(plan, rows=rows)
-    turned = choice.transposed
+    turned, copied = choice.transposed, choice.copied
     found = counts(plan, machine, rows=rows, passing=passing, transposed=turned, copied=copied)
     parts = {
         "launch": prices.launch,

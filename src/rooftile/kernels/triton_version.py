@@ -97,7 +97,6 @@ def _with_shared_functions(specialize: Any) -> Any:
 
 warp_specialize = _with_shared_functions(gl.warp_specialize)
 
-
 _little: ContextVar[bool] = ContextVar("_little", default=False)
 _once = Lock()
 

@@ -44,11 +44,12 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True)
 class Choice:
-    """transposed: it is one of n x m x k, whose result is stored transposed."""
+    """transposed: it is one of n x m x k, whose result is stored transposed. copied: as for `predict`."""
 
     decomposition: Decomposition
     seconds: float
     transposed: bool = False
+    copied: bool = False
 
     @property
     def asked(self) -> Product:
@@ -227,7 +228,7 @@ def choose(
             fastest = min(fastest, seconds)
             timed.append((seconds, plan))
     seconds, best = least(timed)
-    return Choice(best, seconds, best.product != product)
+    return Choice(best, seconds, best.product != product, copied)
 
 
 def may_be_transposed(tiling: Tiling) -> bool:
@@ -242,11 +243,11 @@ def reason(choice: Choice, machine: Machine, rows: tuple[int, int] = WHOLE_LINES
     if choice.transposed:
         tiles += f", of {product}, stored transposed"
     units = clusters(machine.units, best.tiling.ctas)
-    because = why(best, machine, rows)
+    because = why(best, machine, rows, choice.copied)
     if best.scheme == "data-parallel":
         return f"{tiles}: {best.efficiency(units):.0%} of the SMs' steps are used; {because}"
     whole = min(
-        predict(plan, machine, rows=rows, plain=True)
+        predict(plan, machine, rows=rows, plain=True, copied=choice.copied)
         for tiling in tilings_for(product)
         if tiling.split == 1
         for plan in [data_parallel(product, tiling, clusters(machine.units, tiling.ctas))]

@@ -195,10 +195,10 @@ def predict(
     return known.prices.seconds(found, known.pace_of(plan.tiling))
 
 
-def costs_of(plan: Decomposition, machine: Machine) -> Costs:
-    """What segments, steps and parts of its CTAs cost, for a timeline."""
+def costs_of(plan: Decomposition, machine: Machine, copied: bool = False) -> Costs:
+    """What segments, steps and parts of its CTAs cost, for a timeline. copied: as for `counts`."""
     known = machinery(machine)
-    found = counts(plan, machine)
+    found = counts(plan, machine, copied=copied)
     prices = known.prices
     step = prices.step(found, scattered=found.scattered > 0)
     segments = plan.most.segments
@@ -219,10 +219,15 @@ def row_alignment(row_bytes: int) -> int:
     return gcd(row_bytes, LINE_BYTES)
 
 
-def why(plan: Decomposition, machine: Machine, rows: tuple[int, int] = WHOLE_LINES) -> str:
-    """What takes longest of it, in words."""
+def why(
+    plan: Decomposition,
+    machine: Machine,
+    rows: tuple[int, int] = WHOLE_LINES,
+    copied: bool = False,
+) -> str:
+    """What takes longest of it, in words. rows, copied: as for `counts`."""
     prices = machinery(machine).prices
-    found = counts(plan, machine, rows=rows)
+    found = counts(plan, machine, rows=rows, copied=copied)
     requests, answers = prices.loading(found)
     if found.scattered:
         answers = max(answers, prices.alone * found.alone)

@@ -152,9 +152,8 @@ def plan_of_choice(choice: Choice, itemsize: int, rows: tuple[int, int], plain: 
     """How a choice is run. rows: as for `choose_plan`. plain: the ring of tile/cluster.py can load its operands."""
     found = choice.decomposition
     config = config_of(found.tiling, itemsize)
-    if (
-        plain and choice.asked.m > FEW_ROWS
-    ):  # few may be multiplied by weights that are loaded early
+    # Few rows may be multiplied by weights that are loaded early.
+    if plain and choice.asked.m > FEW_ROWS:
         config = config.by_itself
     if plain and config.can_pass and is_passing(found, itemsize, rows):
         config = config.passing_on
