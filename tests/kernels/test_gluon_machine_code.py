@@ -108,6 +108,11 @@ def compiled(
     )
 
 
+def copies_of(config: Config, features: dict[str, bool]) -> int:
+    """Of the consumers' code."""
+    return 1 if config.has_one_copy(features.get("has_alibi", False)) else config.groups
+
+
 @pytest.mark.parametrize(
     ("name", "features"),
     [
@@ -135,7 +140,7 @@ def compiled(
 def test_attention(name: str, features: dict[str, bool]) -> None:
     code = compiled(name, features)
     config = CONFIGS[name]
-    check_loops(code, config)
+    check_loops(code, config, copies=copies_of(config, features))
     # An SM has 1 KB more than a lone CTA may take, and keeps 1 KB of each CTA's for itself.
     assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
     assert code.count("UTMALDG")
@@ -151,8 +156,8 @@ def test_threads_that_release_for_themselves_do_not_meet() -> None:
         exponentials = config.block // 2
         return [x.count("BAR.SYNC") for x in loops if x.count("MUFU.EX2") >= exponentials]
 
-    assert meetings(DRAWN_128) == [1, 1]
-    assert meetings(replace(DRAWN_128, by_threads=False)) == [4, 4]
+    assert meetings(DRAWN_128) == [1]
+    assert meetings(replace(DRAWN_128, by_threads=False)) == [4]
 
 
 @pytest.mark.parametrize(
@@ -182,14 +187,16 @@ def test_ragged_and_cut_calls_have_no_first_tile_that_a_cta_knows() -> None:
     assert dict(constants(SHORT_128, False, *[False] * 5))["loads_early"]
 
 
-def check_loops(code: MachineCode, config: Config, spills: int | None = None) -> None:
-    # A second pass, and all options at once, take registers from what is alive across a tile, a few
-    # accesses each; the loops over keys have none.
+def check_loops(
+    code: MachineCode, config: Config, spills: int | None = None, copies: int = 1
+) -> None:
+    # A second pass, all options at once, and which of three groups it is, take registers from what is alive
+    # across a tile, a few accesses each; the loops over keys have none.
     if spills is None:
-        spills = 100 if config.anchored else 12
+        spills = 100 if config.anchored or config.groups == 3 else 12
     assert code.spills() <= spills
     loops = [loop for loop in code.product_loops() if not loop.count("UTMALDG")]
-    assert len(loops) >= config.groups
+    assert len(loops) >= copies
     exponentials = config.block // 2  # a thread's share of a block's 64 rows
     for loop in loops:
         assert loop.hazards() == []
@@ -222,14 +229,20 @@ def test_head_dims_between_powers_of_two(name: str, dims: tuple[int, int], steps
         for loop in code.product_loops()
         if exponentials <= loop.count("MUFU.EX2") < exponentials + 4
     ]
-    assert counts[:2] == [steps, steps]
+    assert counts[0] == steps
 
 
 def test_what_consumers_call_is_translated_once() -> None:
     """Python's part of a first call: a third of it where each warpgroup has functions of its own."""
     functions = [name.rsplit(".", 1)[1] for name in compiled("128 anchored", CAUSAL).functions]
-    assert functions.count("attend") == 2  # which only says who it is
-    for name in ("_attend", "attend_overlapped", "next_block", "attend_again", "_write_tile"):
+    for name in (
+        "attend",
+        "_attend",
+        "attend_overlapped",
+        "next_block",
+        "attend_again",
+        "_write_tile",
+    ):
         assert functions.count(name) == 1, name
 
 
@@ -260,9 +273,9 @@ def test_tiles_in_parts(name: str, features: dict[str, bool]) -> None:
     config = CONFIGS[name]
     sorts: dict[str, Any] = {"most_sorted": config.most_sorted} if features["ragged"] else {}
     code = compiled(name, features, split=True, **sorts)
-    check_loops(code, config, spills=120)
+    check_loops(code, config, spills=120, copies=copies_of(config, features))
     assert code.shared_bytes <= (SHARED_MEMORY + 1024) // config.ctas - 1024
-    values = config.groups * config.dim // 4  # a thread's pairs of the output
+    values = copies_of(config, features) * config.dim // 4  # a thread's pairs of the output
     assert code.count("STG.E.64") >= values
     assert code.count("LDG.E.64") >= values
 
@@ -289,7 +302,7 @@ def test_functions_of_the_caller(dim: int) -> None:
     types = {"score_captured": ("*fp32",), "mask_captured": ("*i32",)}
     code = compiled(config, RAGGED, types, score_mod=_nearer, mask_mod=_document)
     loops = code.product_loops()
-    assert len(loops) >= config.groups
+    assert len(loops) >= copies_of(config, RAGGED)
     for loop in loops:
         assert loop.hazards() == []
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")

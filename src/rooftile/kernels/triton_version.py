@@ -20,7 +20,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rooftile.kernels.one_copy import merged
+
 __all__ = [
+    "ANY_GROUP",
     "TRITON_VERSION",
     "BareKernel",
     "GluonASTSource",
@@ -29,11 +32,11 @@ __all__ = [
     "bare_kernel",
     "little_llvm",
     "relaunch",
+    "specialize",
     "tma_load",
     "tma_store",
     "tma_store_wait",
     "translate_sooner",
-    "warp_specialize",
 ]
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -95,7 +98,54 @@ def _with_shared_functions(specialize: Any) -> Any:
     return warp_specialize
 
 
-warp_specialize = _with_shared_functions(gl.warp_specialize)
+_warp_specialize = _with_shared_functions(gl.warp_specialize)
+
+
+@gluon.jit
+def _idle():
+    """A role with nothing to do."""
+
+
+def _with_one_copy(specialize: Any) -> Any:
+    """`specialize` as kernels call it, on this version's `gl.warp_specialize`; see gluon/tile/roles.py."""
+    in_triton = "_generator" in inspect.signature(specialize).parameters
+
+    def with_consumers(
+        consumer: Any,
+        arguments: Any,
+        groups: Any,
+        registers: Any,
+        others: Any,
+        other_registers: Any,
+        one_copy: Any = True,
+        **of_triton: Any,
+    ) -> Any:
+        groups, one_copy = (getattr(value, "value", value) for value in (groups, one_copy))
+
+        def numbered(group: int) -> Any:
+            return consumer, type(arguments)([*arguments, gl.constexpr(group)])
+
+        roles = [numbered(group) for group in range(groups)]
+        if in_triton and TRITON_VERSION == (3, 6) and one_copy and groups > 1:
+            _let_consumers_share()
+            nothing = (_idle, gl.tuple([]))
+            roles = [nothing, numbered(ANY_GROUP), *[nothing] * (groups - 2)]
+        warps = [4] * (groups - 1) + [1] * len(others)
+        budgets = [registers] * (groups - 1) + [other_registers] * len(others)
+        return specialize([*roles, *others], warps, budgets, **of_triton)
+
+    if not in_triton:
+        return with_consumers
+
+    @wraps(specialize)
+    def built_in(*arguments: Any, _semantic: Any = None, _generator: Any = None) -> Any:
+        return with_consumers(*arguments, _semantic=_semantic, _generator=_generator)
+
+    return built_in
+
+
+ANY_GROUP = -1  # a consumer's number where its code is that of all
+specialize = _with_one_copy(_warp_specialize)
 
 _little: ContextVar[bool] = ContextVar("_little", default=False)
 _once = Lock()
@@ -130,6 +180,21 @@ def _let_llvm_be_spared() -> None:
         if not isinstance(compiler.llvm, _Llvm):
             compiler.CUDABackend.hash = _told_apart(compiler.CUDABackend.hash)
             compiler.llvm = _Llvm(compiler.llvm)
+
+
+def _let_consumers_share() -> None:
+    """From here on, what Triton makes of a kernel passes through one_copy.py on its way to machine code."""
+    from triton.backends.nvidia import compiler
+
+    make = compiler.CUDABackend.make_llir
+    with _once:
+        if not hasattr(make, "__wrapped__"):
+
+            @wraps(make)
+            def make_llir(*arguments: Any, **named: Any) -> str:
+                return merged(make(*arguments, **named))
+
+            compiler.CUDABackend.make_llir = make_llir
 
 
 @contextmanager

@@ -47,14 +47,14 @@ from rooftile.kernels.gluon.tile.mma import (
 )
 from rooftile.kernels.gluon.tile.opaque import opaque, unset
 from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.roles import warpgroup
 from rooftile.kernels.gluon.tile.rows import coordinates
+from rooftile.kernels.gluon.tile.said import any_of, any_said, say
 from rooftile.kernels.gluon.tile.softmax import (
     LOG2_E,
     OnlineSoftmax,
-    any_overflowed,
     in_parts,
-    said_overflowed,
-    say_overflowed,
+    overflowed,
 )
 from rooftile.kernels.triton_version import tma_store, tma_store_wait
 
@@ -444,7 +444,6 @@ def attend(
     k_again_desc,  # of keys and of values, for a second pass over a tile
     v_again_desc,
     landed,  # [groups, 1] barriers of that pass
-    said,  # [groups, 4] int32: whether a warp has rows that are to be computed again
     q_ring,
     k_ring,
     v_ring,
@@ -452,9 +451,8 @@ def attend(
     group: gl.constexpr,
 ):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
-    start_turns(group, problem.turns)
-    # As a number of the kernel's, so that what follows is translated once for all groups, which is the
-    # largest part of what Python does for a kernel; the compiler knows its value again in each.
+    number = warpgroup(group, problem.groups)
+    start_turns(number, problem.turns)
     _attend(
         problem,
         shares,
@@ -464,12 +462,11 @@ def attend(
         k_again_desc,
         v_again_desc,
         landed,
-        said,
         q_ring,
         k_ring,
         v_ring,
         o_tiles,
-        gl.to_tensor(group),
+        number,
     )
 
 
@@ -483,7 +480,6 @@ def _attend(
     k_again_desc,
     v_again_desc,
     landed,
-    said,
     q_ring,
     k_ring,
     v_ring,
@@ -616,9 +612,9 @@ def _attend(
         # others say behind the barrier before its copy: nothing waits, and no product is delayed.
         late: gl.constexpr = problem.anchored and problem.own_output and not shares.split
         if late:
-            say_overflowed(said.index(group), softmax.total)
+            say(shares.said.index(group), overflowed(softmax.total))
         elif problem.anchored:
-            too_large = any_overflowed(softmax.total)
+            too_large = any_of(shares.said.index(group), overflowed(softmax.total))
         if problem.reads_ahead:
             reciprocal = softmax.reciprocal()
         if problem.overlapped:
@@ -668,7 +664,7 @@ def _attend(
             _write_tile(problem, o_desc, out, o)
             if late:
                 gl.thread_barrier()
-                if said_overflowed(said.index(group)):
+                if any_said(shares.said.index(group)):
                     o, softmax = _once_more(
                         problem,
                         shares,

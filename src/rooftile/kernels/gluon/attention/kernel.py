@@ -28,8 +28,8 @@ from rooftile.kernels.gluon.tile.dependent import (
 from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import allocate_ring
+from rooftile.kernels.gluon.tile.roles import specialize
 from rooftile.kernels.gluon.tile.schedule import allocate_queue
-from rooftile.kernels.triton_version import warp_specialize
 
 _UNSPECIALISED = [
     "lse",
@@ -125,6 +125,7 @@ def attention_kernel(
     by_threads: gl.constexpr,
     loads_early: gl.constexpr,
     dependent: gl.constexpr,
+    one_copy: gl.constexpr,
     consumer_registers: gl.constexpr,
     producer_registers: gl.constexpr,
     ragged: gl.constexpr,
@@ -266,158 +267,32 @@ def attention_kernel(
         own_output,
         reads_ahead and overlapped,
         loads_early,
-        ragged or split,
+        ragged or split or groups == 3,
     )
-    shares = Shares(entries, parts, arrived, as_planned, groups, v_dim, split)
+    shares = Shares(entries, parts, arrived, said, as_planned, groups, v_dim, split)
     fence_async_shared()
-    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if groups == 1:
-        warp_specialize(
-            [
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(0),
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
-                ),
-            ],
-            [1],
-            [producer_registers],
-        )
-    elif groups == 2:
-        warp_specialize(
-            [
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(0),
-                    ),
-                ),
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(1),
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
-                ),
-            ],
-            [4, 1],
-            [consumer_registers, producer_registers],
-        )
-    else:
-        warp_specialize(
-            [
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(0),
-                    ),
-                ),
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(1),
-                    ),
-                ),
-                (
-                    attend,
-                    (
-                        problem,
-                        shares,
-                        with_lse,
-                        queue,
-                        o_desc,
-                        k_again_desc,
-                        v_again_desc,
-                        landed,
-                        said,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        gl.constexpr(2),
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring),
-                ),
-            ],
-            [4, 4, 1],
-            [consumer_registers, consumer_registers, producer_registers],
-        )
+    specialize(
+        attend,
+        (
+            problem,
+            shares,
+            with_lse,
+            queue,
+            o_desc,
+            k_again_desc,
+            v_again_desc,
+            landed,
+            q_ring,
+            k_ring,
+            v_ring,
+            o_tiles,
+        ),
+        groups,
+        consumer_registers,
+        [(load_tiles, (problem, shares, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
+        producer_registers,
+        one_copy,
+    )
 
 
 @cache
@@ -457,6 +332,7 @@ def constants(
         ("by_threads", config.by_threads),
         ("loads_early", config.loads_early and not ragged and not split),
         ("dependent", config.dependent),
+        ("one_copy", config.has_one_copy(has_alibi)),
         ("consumer_registers", config.consumer_registers),
         ("producer_registers", config.producer_registers),
         ("ragged", ragged),

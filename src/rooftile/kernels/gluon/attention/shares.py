@@ -17,6 +17,7 @@ from rooftile.kernels.gluon.tile.mma import (
     rows_of,
 )
 from rooftile.kernels.gluon.tile.record import record
+from rooftile.kernels.gluon.tile.said import add_once, any_of
 from rooftile.kernels.gluon.tile.softmax import LN_2, LOG2_E, NO_MAXIMUM
 from rooftile.planning import key_shares
 
@@ -39,6 +40,7 @@ class Shares:
     items: gl.tensor  # pointer, [places, WORDS] int32
     parts: gl.tensor  # pointer, [parts, tile rows * (1 + columns)] float32: lse, then the output
     arrived: gl.tensor  # pointer, [cut tiles * groups] int32: 0 at launch, and again at the end
+    said: gl.shared_memory_descriptor  # [groups, 4] int32, see tile/said.py
     as_planned: gl.tensor  # False: lengths are others, CTAs take whole tiles
     groups: gl.constexpr
     columns: gl.constexpr  # of V's tiles
@@ -65,9 +67,9 @@ class Shares:
     @gluon.jit
     def is_last(self, cut_tile, parts, group):
         """Counts a part of this warpgroup, which has been stored; whether it was the last."""
-        gl.thread_barrier()
         counter = self.arrived + cut_tile * self.groups + group
-        last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
+        first, before = add_once(counter, 1)
+        last = any_of(self.said.index(group), first & (before == parts - 1))
         if last:
             gl.store(counter, 0)
         return last

@@ -14,6 +14,7 @@ from rooftile.kernels.gluon.dual_chunk.roles import attend, load_tiles
 from rooftile.kernels.gluon.first_call import spares_llvm
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import new_ring
+from rooftile.kernels.gluon.tile.roles import specialize
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 _UNSPECIALISED = [
@@ -112,72 +113,28 @@ def dual_chunk_kernel(
     landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(groups):
         mbarrier.init(landed.index(i), count=1)
+    said = gl.allocate_shared_memory(gl.int32, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queue = new_queue(counter, FIELDS, groups, dynamic)
     fence_async_shared()
-    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if groups == 2:
-        gl.warp_specialize(
-            [
+    specialize(
+        attend,
+        (
+            problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc, v64_desc, landed,
+            said, q_ring, k_ring, v_ring, o_tiles,
+        ),
+        groups,
+        consumer_registers,
+        [
+            (
+                load_tiles,
                 (
-                    attend,
-                    (
-                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
-                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0),
-                    ),
+                    problem, queue, intra_desc, succ_desc, inter_desc, k_desc, v_desc, q_ring,
+                    k_ring, v_ring,
                 ),
-                (
-                    attend,
-                    (
-                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
-                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1),
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (
-                        problem, queue, intra_desc, succ_desc, inter_desc, k_desc, v_desc, q_ring,
-                        k_ring, v_ring,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [consumer_registers, producer_registers],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    attend,
-                    (
-                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
-                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(0),
-                    ),
-                ),
-                (
-                    attend,
-                    (
-                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
-                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(1),
-                    ),
-                ),
-                (
-                    attend,
-                    (
-                        problem, queue, o_desc, intra_desc, succ_desc, inter_desc, k64_desc,
-                        v64_desc, landed, q_ring, k_ring, v_ring, o_tiles, gl.constexpr(2),
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (
-                        problem, queue, intra_desc, succ_desc, inter_desc, k_desc, v_desc, q_ring,
-                        k_ring, v_ring,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [consumer_registers, consumer_registers, producer_registers],
-        )  # fmt: skip
+            )
+        ],
+        producer_registers,
+    )  # fmt: skip
 
 
 @cache

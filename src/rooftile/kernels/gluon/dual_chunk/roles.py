@@ -32,10 +32,12 @@ from rooftile.kernels.gluon.tile.mma import (
     wait,
 )
 from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.roles import warpgroup
 from rooftile.kernels.gluon.tile.rows import coordinates
+from rooftile.kernels.gluon.tile.said import any_of
 from rooftile.kernels.gluon.tile.softmax import (
     OnlineSoftmax,
-    any_overflowed,
+    overflowed,
     soft_cap,
     start_softmax,
 )
@@ -111,13 +113,15 @@ def attend(
     k64_desc,  # of keys and of values in boxes of 64 rows, for a second pass over a tile
     v64_desc,
     landed,  # [groups, 1] barriers of that pass
+    said,  # [groups, 4] int32: whether a warp has rows that are to be computed again
     q_ring,
     k_ring,
     v_ring,
     o_tiles,
-    group: gl.constexpr,
+    of_group: gl.constexpr,
 ):
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
+    group = warpgroup(of_group, problem.groups)
     block: gl.constexpr = problem.block
     v_dim: gl.constexpr = v_ring.columns
     dtype: gl.constexpr = o_desc.dtype
@@ -216,7 +220,7 @@ def attend(
         kv_len = queue.field(slot, KV_LEN)
         rows = row0 + gl.arange(0, GROUP_ROWS, rows_of(S))
         if problem.anchored:  # noqa: SIM102, known at compile time
-            if any_overflowed(softmax.total):
+            if any_of(said.index(group), overflowed(softmax.total)):
                 o, maximum, total = attend_again(
                     problem,
                     intra_desc,

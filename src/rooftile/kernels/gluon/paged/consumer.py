@@ -39,12 +39,12 @@ from rooftile.kernels.gluon.tile.mma import (
 )
 from rooftile.kernels.gluon.tile.pages import packed_corner
 from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.roles import warpgroup
+from rooftile.kernels.gluon.tile.said import any_of, any_said, say
 from rooftile.kernels.gluon.tile.softmax import (
     OnlineSoftmax,
-    any_overflowed,
     in_parts,
-    said_overflowed,
-    say_overflowed,
+    overflowed,
     soft_cap,
     start_softmax,
     start_softmax_at_sink,
@@ -150,19 +150,19 @@ def attend_items(
     k_ring,
     v_ring,
     outs,
-    said,  # [groups, 4] int8: whether a warp has rows that are to be computed again
     group: gl.constexpr,
 ):
     """One consumer warpgroup: packed rows group * 64 .. group * 64 + 63 of every item."""
-    if group == 0:
-        clear_padding(work)
-    start_turns(group, work.turns)
-    # As a number of the kernel's, so that what follows is translated once: see attention/consumer.py.
-    _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, gl.to_tensor(group))
+    number = warpgroup(group, work.groups)
+    if group <= 0:  # noqa: SIM102, it is 0, or not known at compile time
+        if number == 0:
+            clear_padding(work)
+    start_turns(number, work.turns)
+    _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, number)
 
 
 @gluon.jit
-def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, group):
+def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group):
     block: gl.constexpr = work.block
     k_dim: gl.constexpr = k_ring.columns
     v_dim: gl.constexpr = v_ring.columns
@@ -267,10 +267,10 @@ def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, group
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
                 if work.anchored:
-                    of_group = said.index(group)
-                    say_overflowed(of_group, softmax.total)
+                    of_group = work.said.index(group)
+                    say(of_group, overflowed(softmax.total))
                     gl.thread_barrier()
-                    if said_overflowed(of_group):
+                    if any_said(of_group):
                         o, inverse, lse = _again(
                             work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )
@@ -353,7 +353,7 @@ def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, said, group
                     queue.arrived(slot)
                 too_large = False
                 if work.anchored:
-                    too_large = any_overflowed(softmax.total)
+                    too_large = any_of(work.said.index(group), overflowed(softmax.total))
                 if gives_early:
                     # The next item's may come. A second pass needs these; it comes to its end without.
                     q_ring.release_where(q_fill, not too_large)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.paged.rows import store_rows
 from rooftile.kernels.gluon.paged.work import MERGE_WORDS
+from rooftile.kernels.gluon.tile.said import add_once, any_of
 from rooftile.kernels.gluon.tile.softmax import LN_2, LOG2_E, NO_MAXIMUM
 
 # A count of parts for each warpgroup in one word.
@@ -22,10 +23,10 @@ _FEW_ROWS = gl.constexpr(32)  # of a warpgroup: more in flight of each, fewer at
 @gluon.jit
 def arrive_last(work, merge, parts, group):
     """Counts this warpgroup's part of merge `merge`; whether it was the last of `parts`."""
-    gl.thread_barrier()  # the part is written
     counter = work.plan + work.merges_at + merge * MERGE_WORDS
-    before = gl.atomic_add(counter, 1 << (group * _COUNT_BITS), sem="acq_rel", scope="gpu")
-    last = ((before >> (group * _COUNT_BITS)) & ((1 << _COUNT_BITS) - 1)) == parts - 1
+    first, before = add_once(counter, 1 << (group * _COUNT_BITS))
+    counted = (before >> (group * _COUNT_BITS)) & ((1 << _COUNT_BITS) - 1)
+    last = any_of(work.said.index(group), first & (counted == parts - 1))
     if last:
         gl.atomic_add(counter, -(parts << (group * _COUNT_BITS)), sem="relaxed", scope="gpu")
     return last

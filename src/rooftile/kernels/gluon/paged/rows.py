@@ -66,7 +66,7 @@ def clear_padding(work):
     """Output 0 and lse -inf for the tokens after the last request."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     lane = gl.arange(0, _CLEARED, L)
-    first = gl.load(work.cu_seqlens_q + work.batch)
+    first = gl.load(work.end_of_queries)
     rows = (work.tokens - first) * work.num_heads
     begin = gl.cast(first, gl.int64) * work.num_heads
     zero = gl.full([_CLEARED], 0.0, gl.float32, L)

@@ -76,8 +76,7 @@ class Work:
     v_pages: gl.tensor
     plan: gl.tensor  # pointer to int32, planning/split_kv.py
     page_table: gl.tensor  # pointer to int32, [batch, max_pages]
-    cu_seqlens_q: gl.tensor  # pointer to int32, [batch + 1]
-    batch: gl.tensor
+    end_of_queries: gl.tensor  # pointer to int32: cu_seqlens_q[batch]
     shares: gl.tensor  # of the plan
     tokens: gl.tensor  # those from cu_seqlens_q[batch] on are padding
     ctas_at: gl.tensor  # where sections of the plan begin
@@ -102,6 +101,7 @@ class Work:
     softcap: gl.tensor
     chunk: gl.tensor  # KV tiles of a chunk, where queries are rotated for each distance in chunks
     with_lse: gl.tensor  # 0: nobody reads it
+    said: gl.shared_memory_descriptor  # [groups, 4] int8, see tile/said.py
     row_stride: gl.constexpr  # of the partial buffers, from part to part
     page_size: gl.constexpr
     packed: (

@@ -156,33 +156,16 @@ def _fast_log2(x):
 
 
 @gluon.jit
-def _overflowed(total):
-    """1 where a sum [rows] under an anchored maximum is not to be trusted, else 0. Also where it is NaN:
+def overflowed(total):
+    """Where a sum [rows] under an anchored maximum is not to be trusted. Also where it is NaN:
     infinity that a later rescaling multiplied with 0."""
-    return gl.where(total <= OVERFLOW, 0, 1)
+    return (total <= OVERFLOW) == 0
 
 
 @gluon.jit
 def any_overflowed(total):
-    """Whether a sum of a warpgroup's rows is not to be trusted: its warps meet three times."""
-    return gl.max(_overflowed(total), 0) > 0
-
-
-@gluon.jit
-def say_overflowed(said, total):
-    """The same in two steps, of which this one waits for nothing: each warp says what it thinks of its rows.
-
-    said: [4] integers in shared memory; total: [rows], of four warps.
-    """
-    of_warps = _overflowed(total).reshape([4, total.shape[0] // 4])
-    said.store(gl.max(of_warps, 1).to(said.dtype))
-
-
-@gluon.jit
-def said_overflowed(said):
-    """What all warps have said, behind a barrier."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # all in every thread
-    return gl.max(said.load(layout), 0) > 0
+    """Whether one of a warpgroup's is: its warps meet three times."""
+    return gl.max(gl.where(overflowed(total), 1, 0), 0) > 0
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rooftile.kernels.gluon.tile.ring import Fill, first_fill
+from rooftile.kernels.gluon.tile.roles import specialize
 from rooftile.kernels.triton_version import tma_store_wait
 
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -72,31 +73,12 @@ def load_compute_finish(work, descs, consumers: gl.constexpr, registers: gl.cons
     """
     gl.static_assert(consumers >= 1 and consumers <= 3, "1 to 3 consumers")
     fence_async_shared()
-    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
-    if consumers == 1:
-        gl.warp_specialize(
-            [(_compute_tiles, (work, descs, gl.constexpr(0))), (_load_tiles, (work, descs))],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
-    elif consumers == 2:
-        gl.warp_specialize(
-            [
-                (_compute_tiles, (work, descs, gl.constexpr(0))),
-                (_compute_tiles, (work, descs, gl.constexpr(1))),
-                (_load_tiles, (work, descs)),
-            ],
-            [4, 1],
-            [registers, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute_tiles, (work, descs, gl.constexpr(0))),
-                (_compute_tiles, (work, descs, gl.constexpr(1))),
-                (_compute_tiles, (work, descs, gl.constexpr(2))),
-                (_load_tiles, (work, descs)),
-            ],
-            [4, 4, 1],
-            [registers, registers, PRODUCER_REGISTERS],
-        )
+    specialize(
+        _compute_tiles,
+        (work, descs),
+        consumers,
+        registers,
+        [(_load_tiles, (work, descs))],
+        PRODUCER_REGISTERS,
+        False,
+    )
