@@ -5,8 +5,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_turn
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import first_fill
+from rooftile.kernels.gluon.tile.roles import specialize, warpgroup
+from rooftile.kernels.gluon.tile.said import add_once, any_of
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 
@@ -69,4 +72,54 @@ def count_tiles(counter, seen, squares, num_tiles, dynamic: gl.constexpr):
         ],
         [4, 1],
         [24, 24],
+    )
+
+
+@gluon.jit
+def _tell(
+    x, counters, out, rounds, limit, said, groups: gl.constexpr, sums: gl.constexpr,
+    of_group: gl.constexpr,
+):  # fmt: skip
+    group = warpgroup(of_group, groups)
+    start_turns(group, groups)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    thread = gl.arange(0, 128, layout)
+    for i in range(rounds):
+        at = (i * groups + group) * 128 + thread
+        value = gl.load(x + at)
+        take_turn(group, groups)
+        high = any_of(said.index(group), value > limit)
+        pass_turn(group, groups)
+        first, before = add_once(counters + group, 1)
+        last = any_of(said.index(group), first & (before == rounds - 1))
+        if high:
+            value = value + 1000
+        if last:
+            value = value + 10000
+        if sums:
+            value = value + gl.sum(value, 0)
+        gl.store(out + at, value)
+
+
+@gluon.jit
+def _count_turns(out, rounds):
+    gl.store(out, rounds)
+
+
+@gluon.jit
+def tell(
+    x, counters, out, turns, rounds, limit, groups: gl.constexpr, one_copy: gl.constexpr,
+    sums: gl.constexpr,
+):  # fmt: skip
+    """Each of `groups` warpgroups adds 1000 to a row of x [rounds, groups, 128] with a number above `limit`,
+    and 10000 to its last one, which it knows by counting. sums: what consumers in one copy may not."""
+    said = gl.allocate_shared_memory(gl.int8, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    specialize(
+        _tell,
+        (x, counters, out, rounds, limit, said, groups, sums),
+        groups,
+        64,
+        [(_count_turns, (turns, rounds))],
+        24,
+        one_copy,
     )

@@ -308,6 +308,18 @@ def test_functions_of_the_caller(dim: int) -> None:
         assert loop.count("WARPGROUP.DEPBAR") < loop.count("HGMMA")
 
 
+@triton.jit
+def _less_the_highest(s, b, h, i, j):  # type: ignore[no-untyped-def]
+    return s - tl.max(s, 0)[None, :]
+
+
+def test_functions_of_the_caller_that_look_at_other_rows_are_refused() -> None:
+    """Both warpgroups would write their maxima to the same place."""
+    config = config_of(128, 128, 2048, 0, has_mods=True)
+    with pytest.raises(ValueError, match="score_mod or mask_mod must be elementwise"):
+        compiled(config, PLAIN, score_mod=_less_the_highest)
+
+
 @gluon.jit
 def _write(to, value):  # type: ignore[no-untyped-def]
     gl.store(to, value)

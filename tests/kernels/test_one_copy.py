@@ -1,62 +1,67 @@
-"""Consumers that share one copy of their code, as far as text and machine code show it."""
+"""Consumers that share one copy of their code: text, machine code, the simulator (two copies) and the GPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+
+from tests.support.gluon_sim import load_simulated, simulation
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("only Triton 3.6's consumers share their code", allow_module_level=True)
 
-from triton.experimental import gluon  # noqa: E402
-from triton.experimental.gluon import language as gl  # noqa: E402
-
-from rooftile.kernels.gluon.tile.roles import specialize, warpgroup  # noqa: E402
-from rooftile.kernels.gluon.tile.said import add_once, any_of  # noqa: E402
 from rooftile.kernels.one_copy import MARK, merged  # noqa: E402
+from tests.kernels.gluon_pieces import tell  # noqa: E402
 from tests.support.machine_code import MachineCode, compile_for_hopper  # noqa: E402
 
-TYPES = {"x": "*fp32", "counter": "*i32", "out": "*fp32", "n": "i32"}
+TYPES = {
+    "x": "*i32",
+    "counters": "*i32",
+    "out": "*i32",
+    "turns": "*i32",
+    "rounds": "i32",
+    "limit": "i32",
+}
 
 
-@gluon.jit
-def _consume(
-    x, counter, out, n, said, sums: gl.constexpr, groups: gl.constexpr, of_group: gl.constexpr
-):  # type: ignore[no-untyped-def]
-    group = warpgroup(of_group, groups)
-    at = group * 128 + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    value = gl.sin(gl.load(x + at))
-    first, before = add_once(counter + group, 1)
-    if any_of(said.index(group), first & (before == n)):
-        value = value * 2.0
-    if sums:
-        value = value + gl.sum(value, 0)
-    gl.store(out + at, value)
+def told(kernel: Any, device: str, rounds: int, groups: int, one_copy: bool) -> None:
+    generator = torch.Generator().manual_seed(rounds)
+    x = torch.randint(0, 102, (rounds, groups, 128), generator=generator, dtype=torch.int32)
+    x[:, :, :] = torch.where(torch.arange(groups)[None, :, None] % 2 == 0, x, x.clamp(max=99))
+    last = torch.zeros_like(x)
+    last[-1] = 10000
+    expected = x + 1000 * (x > 99).any(-1, keepdim=True) + last
+    counters = torch.zeros(groups, dtype=torch.int32, device=device)
+    out, turns = torch.full_like(x, -1).to(device), torch.zeros(1, dtype=torch.int32, device=device)
+    kernel[(1,)](x.to(device), counters, out, turns, rounds, 99, groups, one_copy, False)
+    assert torch.equal(out.cpu(), expected.int())
+    assert counters.tolist() == [rounds] * groups
+    assert turns.item() == rounds
 
 
-@gluon.jit
-def _nothing(n):  # type: ignore[no-untyped-def]
-    pass
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_what_warps_tell_each_other(groups: int) -> None:
+    kernel = load_simulated("tests.kernels.gluon_pieces").tell
+    for seed in range(3):
+        with simulation(seed=seed):
+            told(kernel, "cpu", 5, groups, True)
 
 
-@gluon.jit
-def _kernel(x, counter, out, n, groups: gl.constexpr, one_copy: gl.constexpr, sums: gl.constexpr):  # type: ignore[no-untyped-def]
-    said = gl.allocate_shared_memory(gl.int8, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    specialize(
-        _consume,
-        (x, counter, out, n, said, sums, groups),
-        groups,
-        120,
-        [(_nothing, (n,))],
-        24,
-        one_copy,
-    )
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("one_copy", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_what_warps_tell_each_other_on_a_gpu(groups: int, one_copy: bool) -> None:
+    for rounds in (1, 7, 1000):
+        told(tell, "cuda", rounds, groups, one_copy)
 
 
 def code_of(groups: int, one_copy: bool, sums: bool = False) -> MachineCode:
-    return compile_for_hopper(
-        _kernel, TYPES, {"groups": groups, "one_copy": one_copy, "sums": sums}
-    )
+    values = {"groups": groups, "one_copy": one_copy, "sums": sums}
+    return compile_for_hopper(tell, TYPES, values)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
@@ -65,9 +70,9 @@ def test_all_consumers_share_their_code(groups: int) -> None:
     assert code_of(groups, False).count("ATOMG") == groups
 
 
-def test_consumers_in_one_copy_have_no_memory_that_triton_allocates() -> None:
-    """A sum over a warpgroup takes some, which two warpgroups would write at a time."""
-    with pytest.raises(AssertionError, match=r"tt\.reduce|allocation\.offset"):
+def test_what_needs_memory_that_triton_allocates_is_refused() -> None:
+    """A sum over a warpgroup, which two warpgroups would write to the same place."""
+    with pytest.raises(ValueError, match="must be elementwise"):
         code_of(2, True, sums=True)
     code_of(2, False, sums=True)
 

@@ -18,18 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import triton
-from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 
 from rooftile.kernels.gluon.first_call import optimised, unchecked
-from rooftile.kernels.one_copy import MARK
 from rooftile.kernels.triton_version import GluonASTSource, translate_sooner
 
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 HOPPER = 90
-PTX_VERSION = 80
 SHARED_MEMORY = 227 * 1024  # bytes that one CTA of sm_90 may have
 _TYPE_NAMES = {
     gl.bfloat16: "bf16",
@@ -70,31 +67,7 @@ def compile_for_hopper(
     functions = re.findall(r'func private @"?([\w.]+?)__', compiled.asm["source"])
     result = MachineCode(code, compiled.metadata.shared, compiled.asm["ptx"], functions)
     assert not result.told_too_early(), result.told_too_early()
-    if MARK in compiled.asm["ttgir"]:
-        found = memory_of_consumers(compiled.asm["ttgir"])
-        assert not found, found
     return result
-
-
-def memory_of_consumers(ttgir: str) -> list[str]:
-    """Operations of consumers in one copy (kernels/one_copy.py) that Triton gives shared memory by itself: there
-    would be one piece of it for all of them."""
-    context = ir.context()
-    ir.load_dialects(context)
-    nvidia.load_dialects(context)
-    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
-        file.write(ttgir)
-        file.flush()
-        module = ir.parse_mlir_module(file.name, context)
-    passes_before = ir.pass_manager(context)
-    passes.ttgpuir.add_allocate_warp_groups(passes_before)
-    passes.convert.add_scf_to_cf(passes_before)
-    passes.gluon.add_inliner(passes_before)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes_before, HOPPER, PTX_VERSION)
-    passes_before.run(module, "shared memory")
-    text = str(module)
-    consumers = text[text.index("partition0(") : text.index("partition1(")]
-    return [line.strip() for line in consumers.splitlines() if "allocation.offset" in line]
 
 
 def _disassemble(cubin: bytes) -> list[Instruction]:

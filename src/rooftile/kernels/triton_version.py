@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rooftile.kernels.one_copy import merged
+from rooftile.kernels.one_copy import merged, refuse_memory
 
 __all__ = [
     "ANY_GROUP",
@@ -191,8 +191,9 @@ def _let_consumers_share() -> None:
         if not hasattr(make, "__wrapped__"):
 
             @wraps(make)
-            def make_llir(*arguments: Any, **named: Any) -> str:
-                return merged(make(*arguments, **named))
+            def make_llir(backend: Any, module: Any, *others: Any, **named: Any) -> str:
+                refuse_memory(module)
+                return merged(make(backend, module, *others, **named))
 
             compiler.CUDABackend.make_llir = make_llir
 

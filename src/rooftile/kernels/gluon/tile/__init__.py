@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | `Ring` | ring.py | stages of shared memory that TMA fills and consumers empty, in order |
 | `take_turn`, `pass_turn` | barrier.py | ping-pong: warpgroups that use a unit one after another |
+| `specialize`, `warpgroup` | roles.py | consumers that share one copy of their code, and single warps beside them |
+| `any_of`, `add_once` | said.py | what a warpgroup's warps tell each other |
 | `coordinates`, `describe` | rows.py | tiles of dense or ragged rows that the hardware clips |
 | `multiply`, layouts | mma.py | asynchronous warpgroup products and the layouts they need |
 | `multiply_used`, `add_output` | halves.py | products over half or three quarters of a tile's columns |
