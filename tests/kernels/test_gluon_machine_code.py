@@ -309,6 +309,35 @@ def test_functions_of_the_caller(dim: int) -> None:
 
 
 @triton.jit
+def _by_kind(s, b, h, i, j, kinds):  # type: ignore[no-untyped-def]
+    kind = tl.load(kinds + h)
+    if kind == 0:
+        s = 2.0 * s
+    elif kind == 1:
+        s = 3.0 - s
+    elif kind == 2:
+        s = s * s
+    else:
+        s = s + 1.0
+    return s
+
+
+@triton.jit
+def _below_four(s, b, h, i, j, kinds):  # type: ignore[no-untyped-def]
+    if tl.load(kinds + h) < 4:
+        s = s * s + 1.0
+    return s
+
+
+@pytest.mark.parametrize(("mod", "kind"), [(_by_kind, "*i8"), (_below_four, "*u32")])
+def test_choices_of_the_caller_are_not_taken_for_those_of_roles(mod: Any, kind: str) -> None:
+    """LLVM IR in which another switch over bytes, and another comparison with 4, follow (one_copy.py)."""
+    config = config_of(128, 128, 2048, 0, has_mods=True)
+    code = compiled(config, CAUSAL, {"score_captured": (kind,)}, score_mod=mod)
+    assert code.product_loops()
+
+
+@triton.jit
 def _less_the_highest(s, b, h, i, j):  # type: ignore[no-untyped-def]
     return s - tl.max(s, 0)[None, :]
 

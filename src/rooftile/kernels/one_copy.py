@@ -28,7 +28,7 @@ MARK = "// one copy for all consumers:"
 _WAIT = r"  (?:tail )?call void @llvm\.nvvm\.barrier\.cta\.sync\.all\(i32 1\).*\n"
 _REGISTERS = r"  (?:tail )?call void @llvm\.nvvm\.setmaxnreg\..*\n"
 _ROLE_BARRIER = r"(@llvm\.nvvm\.barrier\.cta\.sync\.aligned\.count\()i32 2, i32 128\)"
-_NAME = re.compile(r"%[\w.]+")
+_NAME = re.compile(r"%[\w.$-]+")
 _PURE = r"  %\S+ = (and|or|xor|add|sub|shl|lshr|ashr|mul|icmp|zext|sext|trunc|select|(tail )?call i32 @llvm\.nvvm\.shfl)\b"
 _HOPPER, _PTX_VERSION = 90, 80
 _MEET = "  call void @llvm.nvvm.barrier.cta.sync.all(i32 1)\n"
@@ -77,7 +77,10 @@ def merged(text: str) -> str:
     if marked is None:
         return text
     tid = _one(r"(%\d+) = (?:tail )?call i32 @llvm\.nvvm\.read\.ptx\.sreg\.tid\.x\(\)", text)
-    cases = dict(re.findall(r"    i8 (\d+), label %(\S+)\n", text))
+    # The first of these is that of the roles; code of consumers may have others.
+    roles = re.search(r"  switch i8 .*?\n  \]", text, re.DOTALL)
+    cases = dict(re.findall(r"i8 (\d+), label %(\S+)\n", roles[0] if roles else ""))
+    _expect({"0", "1"} <= cases.keys(), "a switch of roles")
     first, second = cases["0"], cases["1"]
     text, after = _default_role_sent(text)
     begin, end = text.index(f"\n{first}:"), text.index(f"\n{second}:")
@@ -87,7 +90,7 @@ def merged(text: str) -> str:
     arguments = "".join(line for line in lines if " load " in line)
     head = "".join(line for line in lines if " load " not in line)
     code = code.replace(f", %{first} ]", ", %consume ]")
-    anew, code = _own(tid, text[:begin], code)
+    anew, code = _own(tid, text[:begin], code, text[end:])
     code = re.sub(_ROLE_BARRIER, r"\1i32 %own.barrier, i32 128)", code)
     consume = (
         f"{head}  br label %consume\n\nconsume:\n{arguments}{_MEET}"
@@ -108,8 +111,10 @@ def merged(text: str) -> str:
 
 def _default_role_sent(text: str) -> tuple[str, str]:
     """With the default role, in which nothing is done, sent to the consumers; the block that comes after."""
-    default = _one(r"icmp ult i32 %\d+, 4\b.*\n  br i1 %\d+, label %(\S+), label", text)
-    begin = text.index(f"\n{default}:")
+    entry = re.search(r"icmp ult i32 %\d+, 4\b.*\n  br i1 %\d+, label %(\S+), label", text)
+    _expect(entry is not None, "a branch to the default role")
+    assert entry is not None
+    begin = text.index(f"\n{entry[1]}:")
     # It wakes the other roles, changes its registers, and meets them: before and after what it would do.
     empty = rf"{_REGISTERS}({_WAIT})(  br label %(\d+).*\n\n\3:.*\n)?{_WAIT}"
     found = re.compile(empty).search(text, begin)
@@ -121,7 +126,7 @@ def _default_role_sent(text: str) -> tuple[str, str]:
     return f"{before}after:\n{after}", "after"
 
 
-def _own(thread: str, before: str, code: str) -> tuple[str, str]:
+def _own(thread: str, before: str, code: str, beyond: str) -> tuple[str, str]:
     """Instructions that make anew, of the thread's own number, what `code` uses of values that were made of
     `thread` before it; and `code` with the new ones in their place."""
     made: dict[str, str] = {}
@@ -134,6 +139,11 @@ def _own(thread: str, before: str, code: str) -> tuple[str, str]:
         if name in used:
             used |= _names(made[name])
     needed = [name for name in made if name in used]
+    for target in set(re.findall(r"label %([\w.$-]+)", code)):
+        # Triton's MLIR puts a few blocks of arithmetic at the function's end.
+        if block := re.search(rf"^{re.escape(target)}:.*?\n\n", beyond, re.DOTALL | re.MULTILINE):
+            alike = not {thread, *made} & _names(block[0]) and "barrier" not in block[0]
+            _expect(alike, f"a block beyond the role that is alike in all roles: {block[0]}")
 
     def renamed(text: str) -> str:
         return _NAME.sub(lambda name: renames.get(name[0], name[0]), text)

@@ -102,7 +102,7 @@ _warp_specialize = _with_shared_functions(gl.warp_specialize)
 
 
 @gluon.jit
-def _idle():
+def _idle():  # type: ignore[no-untyped-def]
     """A role with nothing to do."""
 
 
@@ -149,6 +149,7 @@ specialize = _with_one_copy(_warp_specialize)
 
 _little: ContextVar[bool] = ContextVar("_little", default=False)
 _once = Lock()
+_shared = False  # whether what Triton makes passes through one_copy.py
 
 
 class _Llvm:
@@ -186,16 +187,19 @@ def _let_consumers_share() -> None:
     """From here on, what Triton makes of a kernel passes through one_copy.py on its way to machine code."""
     from triton.backends.nvidia import compiler
 
-    make = compiler.CUDABackend.make_llir
+    global _shared
     with _once:
-        if not hasattr(make, "__wrapped__"):
+        if _shared:
+            return
+        _shared = True
+        make = compiler.CUDABackend.make_llir
 
-            @wraps(make)
-            def make_llir(backend: Any, module: Any, *others: Any, **named: Any) -> str:
-                refuse_memory(module)
-                return merged(make(backend, module, *others, **named))
+        @wraps(make)
+        def make_llir(backend: Any, module: Any, *others: Any, **named: Any) -> str:
+            refuse_memory(module)
+            return merged(make(backend, module, *others, **named))
 
-            compiler.CUDABackend.make_llir = make_llir
+        compiler.CUDABackend.make_llir = make_llir
 
 
 @contextmanager

@@ -30,7 +30,8 @@ _ANY = gl.constexpr(ANY_GROUP)
 def _read_number(groups):
     read = "mov.u32 number, %tid.x; shr.u32 number, number, 7;"
     alike = "shfl.sync.idx.b32 $0, number, 0, 31, -1;"  # in all of a warp, as ptxas then knows
-    rule = 1  # to go up with what one_copy.py does, since Triton's cache knows of this text only
+    # To go up with what one_copy.py and `specialize` do, since Triton's cache knows of this text only.
+    rule = 1
     return f"{{.reg .b32 number; {read} {alike} {MARK} {groups}, {rule}\n}}"
 
 
