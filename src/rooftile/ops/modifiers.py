@@ -20,7 +20,8 @@ def score_mod(fn: Any, *, reference: Callable[..., Tensor]) -> Modifier:
     """Registers a function of scores, to be passed as `attention(..., score_mod=...)`.
 
     Both functions take (score, batch, head, q_index, kv_index, *tensors) and return the new score;
-    they are elementwise and their arguments broadcast. Scores are scaled, soft-capped, in natural
+    they are elementwise and their arguments broadcast: a maximum over rows or an atomic of one number is
+    refused on Hopper by a call that compiles it, with a ValueError. Scores are scaled, soft-capped, in natural
     units and float32. Indices count from 0 in each sequence, also in a ragged batch. Masks apply
     after it; a new score of -1e30 or less hides its key, as -inf does. `tensors` are those of `modifier(*tensors)`: pointers in Triton, tensors in torch.
 
