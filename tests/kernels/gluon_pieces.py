@@ -9,7 +9,7 @@ from rooftile.kernels.gluon.tile.barrier import pass_turn, start_turns, take_tur
 from rooftile.kernels.gluon.tile.record import record
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.roles import specialize, warpgroup
-from rooftile.kernels.gluon.tile.said import add_once, any_of
+from rooftile.kernels.gluon.tile.said import add_once, allocate_said, any_of
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 
@@ -113,7 +113,7 @@ def tell(
 ):  # fmt: skip
     """Each of `groups` warpgroups adds 1000 to a row of x [rounds, groups, 128] with a number above `limit`,
     and 10000 to its last one, which it knows by counting. sums: what consumers in one copy may not."""
-    said = gl.allocate_shared_memory(gl.int8, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    said = allocate_said(groups, gl.int8)
     specialize(
         _tell,
         (x, counters, out, rounds, limit, said, groups, sums),

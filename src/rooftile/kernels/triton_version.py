@@ -66,13 +66,18 @@ if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
 tma_store_wait = tma.store_wait
 
 
+def _is_built_in(specialize: Any) -> bool:
+    """Whether this is Triton's, not the simulator's."""
+    return "_generator" in inspect.signature(specialize).parameters
+
+
 def _with_shared_functions(specialize: Any) -> Any:
     """`gl.warp_specialize`, whose default role shares what it calls with workers of as many warps.
 
     Triton translates a function once for each number of warps, which it knows of workers only: what the
     default role calls was translated again for them, a quarter of a kernel's translation.
     """
-    if "_generator" not in inspect.signature(specialize).parameters:
+    if not _is_built_in(specialize):
         return specialize
     from triton.experimental.gluon.language._semantic import GluonCallerContext
 
@@ -108,7 +113,7 @@ def _idle():  # type: ignore[no-untyped-def]
 
 def _with_one_copy(specialize: Any) -> Any:
     """`specialize` as kernels call it, on this version's `gl.warp_specialize`; see gluon/tile/roles.py."""
-    in_triton = "_generator" in inspect.signature(specialize).parameters
+    in_triton = _is_built_in(specialize)
 
     def with_consumers(
         consumer: Any,

@@ -453,6 +453,8 @@ def attend(
     """One consumer warpgroup: rows group * 64 .. group * 64 + 63 of every tile."""
     number = warpgroup(group, problem.groups)
     start_turns(number, problem.turns)
+    # Apart: translated once for all groups, also where each has a copy of its own. Translation is the largest
+    # part of what Python does for a kernel.
     _attend(
         problem,
         shares,

@@ -29,6 +29,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import allocate_ring
 from rooftile.kernels.gluon.tile.roles import specialize
+from rooftile.kernels.gluon.tile.said import allocate_said
 from rooftile.kernels.gluon.tile.schedule import allocate_queue
 
 _UNSPECIALISED = [
@@ -170,7 +171,7 @@ def attention_kernel(
     first_drawn = gl.num_programs(0) * gl.maximum(rounds, 1)
     fields: gl.constexpr = FIELDS_OF_PARTS if split else FIELDS
     queue = allocate_queue(entries + 1, first_drawn, fields, dynamic, by_threads)
-    said = gl.allocate_shared_memory(gl.int32, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    said = allocate_said(groups, gl.int32)
     if loads_early:
         load_first_tile(
             q_desc,
@@ -267,7 +268,7 @@ def attention_kernel(
         own_output,
         reads_ahead and overlapped,
         loads_early,
-        ragged or split or groups == 3,
+        ragged or split or groups == 3,  # see tile/mask.py
     )
     shares = Shares(entries, parts, arrived, said, as_planned, groups, v_dim, split)
     fence_async_shared()

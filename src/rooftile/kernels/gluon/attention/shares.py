@@ -35,7 +35,7 @@ WORDS = gl.constexpr(key_shares.WORDS)
 
 @record
 class Shares:
-    """Who attends to what; `split` False: CTAs take whole tiles, and nothing here is used."""
+    """Who attends to what; `split` False: CTAs take whole tiles, and nothing here but `said` is used."""
 
     items: gl.tensor  # pointer, [places, WORDS] int32
     parts: gl.tensor  # pointer, [parts, tile rows * (1 + columns)] float32: lse, then the output

@@ -15,6 +15,7 @@ from rooftile.kernels.gluon.first_call import spares_llvm
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.ring import new_ring
 from rooftile.kernels.gluon.tile.roles import specialize
+from rooftile.kernels.gluon.tile.said import allocate_said
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 _UNSPECIALISED = [
@@ -113,7 +114,7 @@ def dual_chunk_kernel(
     landed = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(groups):
         mbarrier.init(landed.index(i), count=1)
-    said = gl.allocate_shared_memory(gl.int32, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    said = allocate_said(groups, gl.int32)
     queue = new_queue(counter, FIELDS, groups, dynamic)
     fence_async_shared()
     specialize(

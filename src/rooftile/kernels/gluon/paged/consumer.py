@@ -40,7 +40,7 @@ from rooftile.kernels.gluon.tile.mma import (
 from rooftile.kernels.gluon.tile.pages import packed_corner
 from rooftile.kernels.gluon.tile.ring import first_fill
 from rooftile.kernels.gluon.tile.roles import warpgroup
-from rooftile.kernels.gluon.tile.said import any_of, any_said, say
+from rooftile.kernels.gluon.tile.said import any_of
 from rooftile.kernels.gluon.tile.softmax import (
     OnlineSoftmax,
     in_parts,
@@ -158,6 +158,7 @@ def attend_items(
         if number == 0:
             clear_padding(work)
     start_turns(number, work.turns)
+    # Apart: translated once for all groups, also where each has a copy of its own.
     _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, number)
 
 
@@ -266,11 +267,8 @@ def _attend_items(work, queue, o_desc, q_ring, k_ring, v_ring, outs, group):
                 v_fill = fill  # both rings have as many stages
                 inverse = gl.convert_layout(softmax.reciprocal(), rows_of(O))
                 lse = softmax.lse(fast=True)
-                if work.anchored:
-                    of_group = work.said.index(group)
-                    say(of_group, overflowed(softmax.total))
-                    gl.thread_barrier()
-                    if any_said(of_group):
+                if work.anchored:  # noqa: SIM102, known at compile time
+                    if any_of(work.said.index(group), overflowed(softmax.total)):
                         o, inverse, lse = _again(
                             work, queue, slot, q_ring.tile(q_fill), outs, dtype, group, S, O
                         )

@@ -21,6 +21,7 @@ from rooftile.kernels.gluon.tile.maps import prefetch_maps
 from rooftile.kernels.gluon.tile.mma import GROUP_ROWS
 from rooftile.kernels.gluon.tile.pages import allocate_page_ring, new_page_ring
 from rooftile.kernels.gluon.tile.roles import specialize
+from rooftile.kernels.gluon.tile.said import allocate_said
 from rooftile.kernels.gluon.tile.schedule import new_queue
 
 _UNSPECIALISED = [
@@ -148,7 +149,7 @@ def paged_kernel(
     """Attention over pages by a plan. Launched with four warps; the other roles are added here."""
     # Of queries, keys, values and the output; a descriptor is a map and two numbers a dimension.
     prefetch_maps("paged_kernel", (0, 11, 22, 33))
-    said = gl.allocate_shared_memory(gl.int8, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    said = allocate_said(groups, gl.int8)
     work = Work(
         q,
         out,
@@ -223,7 +224,7 @@ def paged_kernel(
     fence_async_shared()
     await_kernels_before()  # before the other roles begin
     let_dependents_start()  # they may read the plan at once: the kernel that made it has ended
-    # The argument tuples are literals: a tuple bound to a name loses its compile-time values.
+    # Arguments are literals: a tuple bound to a name loses its compile-time values.
     if few > 0:
         dtype: gl.constexpr = gl.float16 if quantised else k_desc.dtype  # of products
         q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, k_dim], dtype)
@@ -235,55 +236,33 @@ def paged_kernel(
             q_gathered = gl.allocate_shared_memory(dtype, [groups, few, k_dim], q_layout)
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([few, block], dtype)
         p_tiles = gl.allocate_shared_memory(dtype, [2 * groups, few, block], p_layout)
-        if loaders == 1:
-            specialize(
-                attend_few,
-                (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring),
-                groups,
-                consumer_registers,
-                [(load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
-                producer_registers,
-                False,
-            )
-        else:
-            specialize(
-                attend_few,
-                (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring),
-                groups,
-                consumer_registers,
-                [
-                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-                    (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
-                ],
-                producer_registers,
-                False,
-            )
+        specialize(
+            attend_few,
+            (work, queue, q_ring, q_gathered, p_tiles, k_ring, v_ring),
+            groups,
+            consumer_registers,
+            [
+                (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
+            ][:loaders],
+            producer_registers,
+            False,
+        )
     else:
         q_ring = new_page_ring(q_desc, GROUP_ROWS, k_dim, q_stages * groups, 1)
         outs = allocate_page_ring(o_desc, GROUP_ROWS, v_dim, groups) if own_output else q_ring
-        if loaders == 1:
-            specialize(
-                attend_items,
-                (work, queue, o_desc, q_ring, k_ring, v_ring, outs),
-                groups,
-                consumer_registers,
-                [(load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring))],
-                producer_registers,
-                k_dim > 64,  # at 64 it takes 1.015 of the time with a copy for each
-            )
-        else:
-            specialize(
-                attend_items,
-                (work, queue, o_desc, q_ring, k_ring, v_ring, outs),
-                groups,
-                consumer_registers,
-                [
-                    (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
-                    (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
-                ],
-                producer_registers,
-                k_dim > 64,  # at 64 it takes 1.015 of the time with a copy for each
-            )
+        specialize(
+            attend_items,
+            (work, queue, o_desc, q_ring, k_ring, v_ring, outs),
+            groups,
+            consumer_registers,
+            [
+                (load_items, (work, queue, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+                (load_values, (work, queue, q_desc, v_desc, q_ring, v_ring)),
+            ][:loaders],
+            producer_registers,
+            k_dim > 64,  # at 64 it takes 1.015 of the time with a copy for each
+        )
 
 
 @cache

@@ -104,7 +104,8 @@ def hide(
 
     in_one: as one piece of assembly for all of a thread's scores. Written as comparisons of tensors, a mask is a
     tenth of what a kernel takes to compile, most of it in LLVM's search for vectors; but dense causal
-    calls are 1% to 7% faster so (docs/performance.md). With a window the piece is faster, too.
+    calls are 1% to 7% faster so (docs/performance.md). With a window the piece is faster, too; and with three
+    groups ptxas keeps the columns of comparisons in local memory across the loop over keys.
     """
     if has_left or in_one:
         count: gl.constexpr = s.shape[1] // 2  # of a thread

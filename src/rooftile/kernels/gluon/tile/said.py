@@ -1,9 +1,10 @@
 """What a warpgroup's warps tell each other through shared memory that a kernel gives them.
 
-    said = gl.allocate_shared_memory(gl.int8, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    too_large = any_of(said, total > limit)                 # [rows] to a number that all threads have
+    said = allocate_said(2, gl.int8)                        # of a kernel, for two groups
+    mine = said.index(group)
+    too_large = any_of(mine, total > limit)                 # [rows] to a number that all threads have
     first, before = add_once(counter, 1)
-    last = any_of(said, first & (before == parts - 1))      # what one thread found
+    last = any_of(mine, first & (before == parts - 1))      # what one thread found
 
 A maximum over all warps, or an atomic of one number, would take memory that Triton allocates, of which there is
 one piece for all consumers that share their code (tile/roles.py).
@@ -14,6 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 THREADS = gl.constexpr(128)
+
+
+@gluon.jit
+def allocate_said(groups: gl.constexpr, dtype: gl.constexpr):
+    """[groups, 4] integers in shared memory, one for each warp."""
+    return gl.allocate_shared_memory(dtype, [groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
